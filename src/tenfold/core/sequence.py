@@ -1,0 +1,56 @@
+"""One running branch of text: its tokens and its counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tenfold.core.types import Request
+
+NO_SLOT = -1
+NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``0 <= committed <= issued <= len(tokens) + pending``, and no flag for prefill or decode anywhere.
+
+    Positions below ``issued`` were handed to the device, those below ``committed`` came back. ``pending`` tokens are
+    being sampled and not known here yet. Preemption resets the counters and raises ``epoch``: outcomes of an older
+    epoch are void. ``table`` maps block index to page and covers exactly the issued positions.
+    """
+
+    request: Request
+    tokens: list[int]
+    limit: int
+    min_length: int
+    committed: int = 0
+    issued: int = 0
+    pending: int = 0
+    epoch: int = 0
+    row: int = NO_ROW
+    slot: int = NO_SLOT
+    table: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        prompt = len(request.prompt)
+        return cls(request, list(request.prompt), prompt + request.max_tokens, prompt + request.params.min_tokens)
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist or are being sampled."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def want(self) -> int:
+        """Positions that could be issued now. The last token of a full text is never an input."""
+        return 0 if self.known >= self.limit else self.known - self.issued
+
+    def reset(self) -> None:
+        """Forget everything computed: the tokens stay, and the next epoch computes them again."""
+        self.committed = self.issued = self.pending = 0
+        self.epoch += 1
