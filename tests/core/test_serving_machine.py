@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.hash_runner import HashRunner, reference
 
+from support.hash_runner import HashRunner, reference
 from tenfold.core import CacheSpec, Request, SamplingParams, Scheduler, StepOutcome, StepPlan
 from tenfold.core.invariants import check
 from tenfold.errors import RequestError
@@ -171,7 +171,7 @@ def test_decisions_do_not_depend_on_what_the_tokens_are(spec, prompts, budget, d
 
     def shape(plans):
         return [
-            [(w.row, w.sequence, w.start, w.count, w.gained, w.slot, w.sample) for w in plan.work]
+            [(w.row, w.sequence, w.start, w.length, w.gained, w.slot, w.sample) for w in plan.work]
             + [plan.copies, plan.rewrites, plan.preempted]
             for plan in plans
         ]

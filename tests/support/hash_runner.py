@@ -37,9 +37,9 @@ class HashRunner:
             self.tables[entry.row] = []
         for w in plan.work:
             self.tables[w.row] += w.gained
-            assert len(self.tables[w.row]) == self.spec.blocks_for(w.start + w.count)
+            assert len(self.tables[w.row]) == self.spec.blocks_for(w.start + w.length)
         for rewrite in plan.rewrites:
-            self.tables[rewrite.row][rewrite.index] = rewrite.block
+            self.tables[rewrite.row][rewrite.place] = rewrite.block
         sampled = []
         for w in plan.work:
             token = self.forward(w)
@@ -53,14 +53,14 @@ class HashRunner:
 
     def forward(self, w) -> int:
         size, table = self.spec.block_size, self.tables[w.row]
-        inputs = w.tokens if len(w.tokens) == w.count else (*w.tokens, self.last[w.row])
+        inputs = w.tokens if len(w.tokens) == w.length else (*w.tokens, self.last[w.row])
         state = 0 if w.start == 0 else self.read_state(w.slot)
         for position, token in enumerate(inputs, w.start):
             self.pages[table[position // size]][position % size] = token
             state = mix(state, token)
         self.write_state(w.slot, state)
         h = 0
-        for position in range(w.start + w.count):
+        for position in range(w.start + w.length):
             h = mix(h, self.pages[table[position // size]][position % size])
         return (h + 31 * state * bool(self.spec.slot_pages)) % VOCABULARY
 

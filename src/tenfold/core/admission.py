@@ -28,8 +28,9 @@ def refuse_impossible(request: Request, spec: CacheSpec) -> None:
         slots = "" if not spec.slot_pages else f" and 1 state slot of {spec.slot_pages} pages"
         raise RequestError(
             f"{len(request.prompt)} prompt tokens plus max_tokens {request.max_tokens} need "
-            f"{spec.blocks_for(length)} blocks of {spec.block_size} tokens{slots}; the arena has {spec.num_pages} pages: "
-            f"at most {spec.max_length + 1} tokens in all fit. Lower max_tokens, shorten the prompt or enlarge the arena",
+            f"{spec.blocks_for(length)} blocks of {spec.block_size} tokens{slots}; the arena has "
+            f"{spec.num_pages} pages: at most {spec.max_length + 1} tokens in all fit. "
+            "Lower max_tokens, shorten the prompt or enlarge the arena",
             "max_tokens",
             "context_length_exceeded",
         )

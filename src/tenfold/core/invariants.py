@@ -64,8 +64,8 @@ def _check_plans(s: Scheduler) -> None:
         assert plan.num_tokens <= s.max_batch_tokens, "a step keeps to its budget"
         assert len({w.row for w in plan.work}) == len({w.sequence for w in plan.work}) == len(plan.work)
         for w in plan.work:
-            assert w.count > 0 and len(w.gained) <= spec.blocks_for(w.start + w.count)
-            assert w.count - 1 <= len(w.tokens) <= w.count, "only the last input may be pending"
+            assert w.length > 0 and len(w.gained) <= spec.blocks_for(w.start + w.length)
+            assert w.length - 1 <= len(w.tokens) <= w.length, "only the last input may be pending"
             seq = s.running.get(w.sequence)
             if w.sample and seq is not None and seq.epoch == w.epoch:
                 pending[w.sequence] += 1

@@ -38,26 +38,26 @@ class Entry(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """Entry ``index`` of the block table of ``row`` is now ``block``."""
+    """Entry ``place`` of the block table of ``row`` is now ``block``."""
 
     row: int
-    index: int
+    place: int
     block: int
 
 
 class Work(NamedTuple):
-    """One sequence's share of a step: tokens ``start`` to ``start + count`` of it.
+    """One sequence's share of a step: tokens ``start`` to ``start + length`` of it.
 
-    ``tokens`` are the known inputs; one fewer than ``count`` when the last is still being sampled by an earlier step,
+    ``tokens`` are the known inputs; one fewer than ``length`` when the last is still being sampled by an earlier step,
     in which case the runner uses the row's latest sample. ``gained`` are the blocks that the table grew by, so that
-    after this work it has ``ceil((start + count) / block_size)`` entries.
+    after this work it has ``ceil((start + length) / block_size)`` entries.
     """
 
     row: int
     sequence: int
     epoch: int
     start: int
-    count: int
+    length: int
     tokens: tuple[int, ...]
     gained: tuple[int, ...]
     slot: int
@@ -75,7 +75,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(work.count for work in self.work)
+        return sum(work.length for work in self.work)
 
 
 class TokenLogprobs(NamedTuple):

@@ -108,7 +108,7 @@ class Scheduler:
             void = seq is None or seq.epoch != w.epoch  # finished, cancelled or preempted since
             if not void:
                 assert seq is not None
-                seq.committed = w.start + w.count
+                seq.committed = w.start + w.length
             if not w.sample:
                 continue
             if not void:
@@ -183,7 +183,15 @@ class Scheduler:
         had = self.spec.blocks_for(start)
         sample = end == seq.known
         work = Work(
-            seq.row, seq.id, seq.epoch, start, count, tuple(seq.tokens[start:end]), tuple(seq.table[had:]), seq.slot, sample
+            seq.row,
+            seq.id,
+            seq.epoch,
+            start,
+            count,
+            tuple(seq.tokens[start:end]),
+            tuple(seq.table[had:]),
+            seq.slot,
+            sample,
         )
         seq.issued = end
         seq.pending += sample
@@ -218,9 +226,7 @@ class Scheduler:
                 for index, page in enumerate(seq.table[: len(seq.table) - fresh.get(seq.id, 0)]):
                     if page in cache.moved:
                         rewrites.append(Rewrite(seq.row, index, page))
-        plan = StepPlan(
-            self.step, tuple(work), tuple(entries), tuple(cache.copies), tuple(rewrites), tuple(preempted)
-        )
+        plan = StepPlan(self.step, tuple(work), tuple(entries), tuple(cache.copies), tuple(rewrites), tuple(preempted))
         self.step += 1
         cache.copies, cache.moved = [], set()
         return plan

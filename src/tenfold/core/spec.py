@@ -13,7 +13,7 @@ from typing import Any
 from tenfold.errors import ModelError
 
 FLOAT32_BYTES = 4
-"""The matrix state of a recurrent layer is float32 whatever the compute dtype: it accumulates over the whole context."""
+"""The matrix state of a recurrent layer is float32 whatever the compute dtype: it sums over the whole context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,9 @@ class ModelSpec:
                     convolution_width=int(text["linear_conv_kernel_dim"]),
                 )
         except KeyError as error:
-            raise ModelError(f"model configuration {name or ''} has no {error}: it decides the size of the cache") from None
+            raise ModelError(
+                f"model configuration {name or ''} has no {error}: it decides the size of the cache"
+            ) from None
         layers: list[AttentionLayer | RecurrentLayer] = []
         for kind in kinds:
             if kind == "full_attention":

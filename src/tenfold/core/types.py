@@ -78,7 +78,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer(self.max_tokens, "max_tokens", 1)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+                raise RequestError(
+                    f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens"
+                )
         if self.logprobs is not None:
             _integer(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:

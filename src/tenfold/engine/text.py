@@ -1,0 +1,109 @@
+"""From tokens back to text, as it comes: never half a character, never the first half of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenfold.engine.ports import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character: after that many byte-level tokens without one, the bytes are really invalid."""
+CONTEXT = 6
+"""Tokens decoded again with each new one, so that the tokenizer sees what stands before it."""
+
+
+class Detokenizer:
+    """Decodes one token at a time; the pieces concatenate to the decoding of all tokens at once.
+
+    Text that ends in an incomplete character is held back until the character is whole or cannot become one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = list(prompt[-CONTEXT:])
+        self._shown = len(self._decode())  # characters of the decoded window that are out
+        self._held = 0  # tokens since the last ones that were shown
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes, perhaps empty."""
+        self._window.append(token)
+        self._held += 1
+        text = self._decode()
+        incomplete = text.endswith(REPLACEMENT)
+        if incomplete and self._held < LONGEST_CHARACTER:
+            return ""
+        # With invalid bytes before it, the last replacement character may still be the start of a good one.
+        return self._show(text, keep=int(incomplete))
+
+    def flush(self) -> str:
+        """The text still held back: only an incomplete character can be, and it decodes to a replacement character."""
+        return self._show(self._decode(), keep=0) if self._held else ""
+
+    def _show(self, text: str, keep: int) -> str:
+        new = text[self._shown : len(text) - keep]
+        self._held = keep
+        if len(self._window) > 2 * CONTEXT:
+            self._window = self._window[-CONTEXT:]
+            text = self._decode()
+        self._shown = len(text) - keep
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip) if self._window else ""
+
+
+class TextStream:
+    """The text of one sequence up to a stop string.
+
+    ``push`` returns what may be shown; ``stopped`` turns true when a stop string appeared, and nothing comes after it.
+    A suffix that could be the beginning of a stop string is held back until it is decided.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        if self.stopped:
+            return ""
+        return self._release(self._detokenizer.push(token), final=False)
+
+    def flush(self) -> str:
+        """What is still held back, when the sequence ended for another reason."""
+        if self.stopped:
+            return ""
+        return self._release(self._detokenizer.flush(), final=True)
+
+    def _release(self, new: str, *, final: bool) -> str:
+        if not self._stop:
+            return new
+        text = self._held + new
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            at, stop = min(found, key=lambda hit: (hit[0], len(hit[1])))
+            self.stopped, self._held = True, ""
+            return text[: at + len(stop)] if self._include_stop else text[:at]
+        keep = 0 if final else max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
