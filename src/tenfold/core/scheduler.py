@@ -19,6 +19,9 @@ from tenfold.core.sequence import NO_ROW, Sequence
 from tenfold.core.spec import CacheSpec
 from tenfold.core.types import FinishReason, Request, TokenEvent
 
+new = tuple.__new__
+"""Makes a named tuple from its fields in half the time of its constructor, which counts where it is made per token."""
+
 
 class Scheduler:
     """Decides each step. Holds no clock, no thread and no tensor.
@@ -78,9 +81,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before an outcome comes back."""
         work: list[Work] = []
+        prefilling: list[Sequence] = []
         preempted: list[int] = []
-        budget = self._decode(work, preempted)
-        prefilling = [seq for seq in self.running.values() if seq.want > 1]
+        budget = self._decode(work, prefilling, preempted)
         for seq in prefilling:
             if budget and seq.id in self.running:
                 budget -= self._prefill(seq, budget, work, preempted)
@@ -101,54 +104,55 @@ class Scheduler:
         if plan.step != outcome.step:
             raise RuntimeError(f"outcome of step {outcome.step} where step {plan.step} was due")
         events: list[TokenEvent] = []
-        live, logprobs = self.live, outcome.logprobs
-        sampled = 0
+        live, tokens, logprobs = self.live, outcome.tokens, outcome.logprobs
+        sampled = -1  # index of the latest sample in the outcome, void or not
         for w in plan.work:
+            sampled += w.sample
             seq = live.get(w.sequence)
-            void = seq is None or seq.epoch != w.epoch  # finished, cancelled or preempted since
-            if not void:
-                assert seq is not None
-                seq.committed = w.start + w.length
+            if seq is None or seq.epoch != w.epoch:
+                continue  # finished, cancelled or preempted since
+            seq.committed = w.start + w.length
             if not w.sample:
                 continue
-            if not void:
-                assert seq is not None
-                token = outcome.tokens[sampled]
-                seq.pending -= 1
-                seq.tokens.append(token)
-                length = len(seq.tokens)
-                reason = None
-                if token in seq.request.stop_token_ids and length > seq.min_length:
-                    reason = FinishReason.STOP
-                elif length >= seq.limit:
-                    reason = FinishReason.LENGTH
-                events.append(TokenEvent(w.sequence, token, reason, logprobs[sampled] if logprobs else None))
-                if reason:
-                    del live[w.sequence]
-                    self._retire(seq)
-            sampled += 1
+            token = tokens[sampled]
+            seq.pending -= 1
+            seq.tokens.append(token)
+            length = len(seq.tokens)
+            reason = None
+            if token in seq.request.stop_token_ids and length > seq.min_length:
+                reason = FinishReason.STOP
+            elif length >= seq.limit:
+                reason = FinishReason.LENGTH
+            events.append(new(TokenEvent, (w.sequence, token, reason, logprobs[sampled] if logprobs else None)))
+            if reason:
+                del live[w.sequence]
+                self._retire(seq)
         return events
 
-    def _decode(self, work: list[Work], preempted: list[int]) -> int:
-        """Everyone's next token. This loop is the cost of a step: it does not depend on context length."""
-        budget, size = self.max_batch_tokens, self.spec.block_size
-        for seq in list(self.running.values()):
-            tokens, start = seq.tokens, seq.issued
-            known = len(tokens) + seq.pending
+    def _decode(self, work: list[Work], prefilling: list[Sequence], preempted: list[int]) -> int:
+        """Everyone's next token; who lacks more than one token is listed in ``prefilling``. Returns the budget left.
+
+        This loop is the cost of a step, which does not depend on context length.
+        """
+        budget, size, running = self.max_batch_tokens, self.spec.block_size, self.running
+        for seq in list(running.values()):
+            start, pending = seq.issued, seq.pending
+            known = len(seq.tokens) + pending
             if known - start != 1 or known >= seq.limit:
+                if start < known < seq.limit:
+                    prefilling.append(seq)
                 continue
             gained: tuple[int, ...] = ()
             if start == len(seq.table) * size:
-                if seq.id not in self.running or not self._make_room(seq, start + 1, preempted):
+                if seq.id not in running or not self._make_room(seq, start + 1, preempted):
                     continue
                 gained = (seq.table[-1],)
-            elif preempted and seq.id not in self.running:
+            elif preempted and seq.id not in running:
                 continue
-            work.append(
-                Work(seq.row, seq.request.id, seq.epoch, start, 1, tuple(tokens[start:]), gained, seq.slot, True)
-            )
+            inputs = () if pending else (seq.tokens[start],)
+            work.append(new(Work, (seq.row, seq.request.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
             seq.issued = known
-            seq.pending += 1
+            seq.pending = pending + 1
             budget -= 1
         return budget
 

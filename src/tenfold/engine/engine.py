@@ -64,6 +64,7 @@ class Engine:
         self.metrics = Metrics(scheduler)
         self.instruments: list[Instrument] = [self.metrics] + ([instrument] if instrument else [])
         self._ids = itertools.count()
+        self._requests: dict[int, Request] = {}  # of every live sequence
 
     @property
     def busy(self) -> bool:
@@ -133,6 +134,7 @@ class Engine:
                 template, id=next(self._ids), arrival=now, params=replace(params, seed=_sample_seed(seed, sample))
             )
             self.scheduler.submit(request)
+            self._requests[request.id] = request
             for instrument in self.instruments:
                 instrument.submitted(request, now)
             ids.append(request.id)
@@ -144,6 +146,7 @@ class Engine:
         if seq is None:
             return False
         self.scheduler.cancel(sequence)
+        del self._requests[sequence]
         now = self.clock()
         for instrument in self.instruments:
             instrument.ended(seq.request, reason, now)
@@ -168,7 +171,6 @@ class Engine:
         except Exception:
             logger.exception("a step failed; the sequences that took part in it end")
             return self._abandon()
-        requests = {w.sequence: scheduler.live[w.sequence].request for w in plan.work if w.sequence in scheduler.live}
         events = scheduler.commit(outcome)
         now = self.clock()
         for instrument in self.instruments:
@@ -176,7 +178,8 @@ class Engine:
         for event in events:
             if event.finish_reason is not None:
                 for instrument in self.instruments:
-                    instrument.ended(requests[event.sequence], event.finish_reason, now)
+                    instrument.ended(self._requests[event.sequence], event.finish_reason, now)
+                del self._requests[event.sequence]
         return events
 
     def retry_after(self) -> float:

@@ -34,6 +34,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._streams: dict[int, Stream] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name="tenfold-engine", daemon=True)
         self._thread.start()
 
@@ -41,35 +42,47 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    async def generate(self, prompt: Tokens[int], params: SamplingParams) -> Generation:
-        """Queue a prompt and return its stream of tokens once the engine has taken it.
+    async def generate(self, prompts: Tokens[Tokens[int]], params: SamplingParams) -> Generation:
+        """Queue prompts, all or none, and return their stream of tokens once the engine has taken them.
 
         Raises:
             RequestError, QueueFullError: as ``Engine.submit``.
             EngineError: the engine is shutting down.
         """
-        self.engine.request(prompt, params)  # refuse what is plainly wrong without waiting for a step to end
+        for prompt in prompts:
+            self.engine.request(prompt, params)  # refuse what is plainly wrong without waiting for a step to end
         stream: Stream = asyncio.Queue()
-        taken: list[tuple[int, ...]] = []
+        taken: list[int] = []
 
-        def submit() -> tuple[int, ...]:
-            ids = self.engine.submit(prompt, params)
-            taken.append(ids)
-            self._loop.call_soon_threadsafe(self._open, ids, stream)
-            return ids
+        def submit() -> None:
+            try:
+                for prompt in prompts:
+                    taken.extend(self.engine.submit(prompt, params))
+            except Exception:
+                for sequence in taken:
+                    self.engine.finish(sequence)
+                raise
+            self._loop.call_soon_threadsafe(self._open, tuple(taken), stream)
+
+        def abandon() -> None:
+            for sequence in taken:
+                self.engine.finish(sequence)
+                self._loop.call_soon_threadsafe(self._streams.pop, sequence, None)
 
         try:
-            ids = await self.call(submit)
+            await self.call(submit)
         except asyncio.CancelledError:
-            self._post(lambda: [self.engine.finish(i) for ids in taken for i in ids])
+            self._post(abandon)
             raise
-        return Generation(self, ids, stream)
+        return Generation(self, tuple(taken), stream)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine's thread between two steps and return its result."""
         if not self.alive:
             raise EngineError("the server is shutting down")
         future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def run() -> None:
             try:
@@ -102,9 +115,7 @@ class EngineThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout=60)
-        for sequence, stream in list(self._streams.items()):
-            stream.put_nowait(TokenEvent(sequence, NO_TOKEN, FinishReason.CANCELLED, None))
-        self._streams.clear()
+        self._end_all(FinishReason.CANCELLED)
 
     def _post(self, function: Callable[[], Any]) -> None:
         with self._wake:
@@ -122,7 +133,23 @@ class EngineThread:
                 if event.finish_reason is not None:
                     del self._streams[event.sequence]
 
+    def _end_all(self, reason: FinishReason) -> None:
+        """Nobody waits for a thread that is gone: end every stream and every call."""
+        self._stopping = True
+        for sequence, stream in self._streams.items():
+            stream.put_nowait(TokenEvent(sequence, NO_TOKEN, reason, None))
+        self._streams.clear()
+        for future in list(self._calls):
+            _settle(future, None, EngineError("the engine has stopped"))
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            logger.critical("the engine's loop failed: nothing can be generated any more", exc_info=True)
+            self._loop.call_soon_threadsafe(self._end_all, FinishReason.ERROR)
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 while not self._inbox and not self.engine.busy and not self._stopping:
@@ -138,7 +165,7 @@ class EngineThread:
 
 
 class Generation:
-    """The tokens of one prompt's ``n`` sequences as they come.
+    """The tokens of the prompts' sequences as they come; sample ``j`` of prompt ``i`` has index ``i * n + j``.
 
     Iterate it to the end, or ``close`` it: what is still running then ends and frees its memory within a step.
     """
@@ -149,24 +176,31 @@ class Generation:
         self.ids = ids
         self._open = set(ids)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """Yield ``(index of the sample, event)`` until every sample has ended.
+    async def __aiter__(self) -> AsyncIterator[list[tuple[int, TokenEvent]]]:
+        """Yield lists of ``(index, event)``, each with all that waited at that moment, until every sample has ended.
 
         Raises:
             EngineError: the step that computed a sample failed, or the server stopped.
         """
         position = {sequence: index for index, sequence in enumerate(self.ids)}
         while self._open:
-            event = await self._stream.get()
-            if event.sequence not in self._open:
-                continue
-            if event.finish_reason is FinishReason.ERROR:
-                raise EngineError("the step that computed this request failed; the server's log says why")
-            if event.finish_reason is FinishReason.CANCELLED:
-                raise EngineError("the server is shutting down")
-            if event.finish_reason is not None:
-                self._open.discard(event.sequence)
-            yield position[event.sequence], event
+            waiting = [await self._stream.get()]
+            while not self._stream.empty():
+                waiting.append(self._stream.get_nowait())
+            events: list[tuple[int, TokenEvent]] = []
+            failure: EngineError | None = None
+            for event in waiting:
+                if event.sequence not in self._open:
+                    continue
+                failure = failure or _failure(event)
+                if failure is None:
+                    events.append((position[event.sequence], event))
+                    if event.finish_reason is not None:
+                        self._open.discard(event.sequence)
+            if events:
+                yield events
+            if failure is not None:
+                raise failure
 
     def finish(self, index: int) -> None:
         """End one sample because a stop string appeared in its text."""
@@ -182,8 +216,16 @@ class Generation:
             self._thread.finish(sequence, reason)
 
 
+def _failure(event: TokenEvent) -> EngineError | None:
+    if event.finish_reason is FinishReason.ERROR:
+        return EngineError("the step that computed this request failed; the server's log says why")
+    if event.finish_reason is FinishReason.CANCELLED:
+        return EngineError("the server is shutting down")
+    return None
+
+
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.cancelled():
+    if future.done():
         return
     if error is not None:
         future.set_exception(error)

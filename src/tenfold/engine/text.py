@@ -58,7 +58,9 @@ class TextStream:
     """The text of one sequence up to a stop string.
 
     ``push`` returns what may be shown; ``stopped`` turns true when a stop string appeared, and nothing comes after it.
-    A suffix that could be the beginning of a stop string is held back until it is decided.
+    A suffix that could be the beginning of a stop string is held back until it is decided. Stop strings are looked for
+    in the text of the tokens after the first ``min_tokens``. ``length`` counts the characters of all text decoded so
+    far, held back or not: it is where the text of the next token begins.
     """
 
     def __init__(
@@ -69,17 +71,25 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._held = ""
+        self._unstoppable = min_tokens
+        self.length = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
         if self.stopped:
             return ""
-        return self._release(self._detokenizer.push(token), final=False)
+        new = self._detokenizer.push(token)
+        if self._unstoppable:
+            self._unstoppable -= 1
+            self.length += len(new)
+            return new
+        return self._release(new, final=False)
 
     def flush(self) -> str:
         """What is still held back, when the sequence ended for another reason."""
@@ -88,6 +98,7 @@ class TextStream:
         return self._release(self._detokenizer.flush(), final=True)
 
     def _release(self, new: str, *, final: bool) -> str:
+        self.length += len(new)
         if not self._stop:
             return new
         text = self._held + new

@@ -1,0 +1,99 @@
+"""Putting an engine together: model, arena, scheduler and runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tenfold.core import CacheSpec, ModelSpec, Scheduler
+from tenfold.engine.engine import Engine
+from tenfold.errors import ModelError
+from tenfold.models.hub import DEFAULT_MODEL
+from tenfold.models.loader import LoadedModel, load_model
+from tenfold.runtime.runner import TorchRunner
+from tenfold.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine and the model it runs."""
+
+    engine: Engine
+    loaded: LoadedModel
+
+
+def assemble(
+    model: str | Path = DEFAULT_MODEL,
+    *,
+    memory: str | int = "2GiB",
+    dtype: str | torch.dtype = "auto",
+    device: str = "cpu",
+    block_size: int = 16,
+    max_batch_tokens: int = 512,
+    max_sequences: int = 256,
+    max_queue: int | None = None,
+    depth: int = 1,
+    progress: bool = True,
+) -> Assembly:
+    """Load a model and build an engine around it.
+
+    Args:
+        model: a folder, a GGUF file, a known name or a hub id.
+        memory: size of the arena, for example ``"2GiB"``; it holds KV blocks and recurrent states alike.
+        dtype: compute dtype, or ``"auto"`` for the checkpoint's own.
+        device: a torch device.
+        block_size: tokens of a KV block.
+        max_batch_tokens: tokens of one step at most; long prompts are prefilled in chunks of what decodes leave of it.
+        max_sequences: sequences that run at once at most.
+        max_queue: sequences that may wait at once; None is unbounded.
+        depth: steps under way at once, 1 to 3.
+        progress: whether to draw progress bars on standard error.
+
+    Raises:
+        TenfoldError: an option makes no sense, or the model cannot be found, read or fitted.
+    """
+    for name, value in (("block_size", block_size), ("max_batch_tokens", max_batch_tokens)):
+        if value < 1:
+            raise ModelError(f"{name} must be at least 1, not {value}")
+    if max_sequences < 1:
+        raise ModelError(f"max_sequences must be at least 1, not {max_sequences}")
+    if not 1 <= depth <= 3:
+        raise ModelError(f"depth must be 1, 2 or 3, not {depth}")
+    pool_bytes = parse_bytes(memory)
+    target = _device(device)
+    loaded = load_model(model, dtype=dtype, device=target, progress=progress)
+    model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
+    spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
+    scheduler = Scheduler(spec, max_batch_tokens, max_sequences)
+    max_context = min(loaded.max_context, spec.max_length + 1)
+    runner = TorchRunner(
+        loaded.model,
+        spec,
+        model_spec,
+        max_sequences=scheduler.max_sequences,
+        max_context=max_context,
+        vocab_size=loaded.vocab_size,
+        dtype=loaded.dtype,
+        device=target,
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        vocab_size=loaded.vocab_size,
+        max_context=max_context,
+        eos_token_ids=loaded.eos_token_ids,
+        depth=depth,
+        max_queue=max_queue,
+    )
+    return Assembly(engine, loaded)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device

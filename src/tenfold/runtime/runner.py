@@ -1,0 +1,82 @@
+"""The torch runner: executes plans with a real model."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from tenfold.core import CacheSpec, ModelSpec, StepOutcome, StepPlan
+from tenfold.models.base import Model
+from tenfold.runtime.batch import Batch, Rows
+from tenfold.runtime.kernels import reference
+from tenfold.runtime.memory import ArenaMemory
+from tenfold.runtime.sampler import Sampler
+
+
+class ForwardStep:
+    """What a model sees of one forward pass (``tenfold.models.base.Step``)."""
+
+    def __init__(self, batch: Batch, memory: ArenaMemory) -> None:
+        self._batch = batch
+        self._memory = memory
+        self.token_ids = batch.token_ids
+        self.positions = batch.positions
+        self.sampled = batch.sampled
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        reference.store(keys, values, key, value, self._batch.places)
+        return reference.paged_attention(query, keys, values, self._batch, scale)
+
+
+class TorchRunner:
+    """Runs each plan as it is submitted.
+
+    Args:
+        model: the forward pass.
+        spec, model_spec: the arena's division and what the model keeps in it.
+        max_sequences: rows of the batch.
+        max_context: tokens of the longest sequence.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        spec: CacheSpec,
+        model_spec: ModelSpec,
+        *,
+        max_sequences: int,
+        max_context: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.memory = ArenaMemory(spec, model_spec, dtype, device)
+        self.rows = Rows(spec, max_sequences, max_context, device)
+        self.sampler = Sampler(max_sequences, vocab_size, device)
+        self._done: deque[StepOutcome] = deque()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
+        self.memory.copy(plan.copies)
+        for entry in plan.entries:
+            self.sampler.enter(entry)
+        batch = self.rows.apply(plan)
+        self.sampler.observe(plan, batch)
+        logits = self.model.forward(ForwardStep(batch, self.memory))
+        tokens, logprobs = self.sampler.sample(logits, batch)
+        self.rows.latest[batch.rows[batch.sampled_work]] = tokens
+        seconds = time.perf_counter() - started
+        self._done.append(StepOutcome(plan.step, tokens, logprobs, seconds))
+
+    def collect(self) -> StepOutcome:
+        return self._done.popleft()
+
+    def reset(self) -> None:
+        self._done.clear()
