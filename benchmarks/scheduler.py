@@ -126,6 +126,7 @@ def main(args: argparse.Namespace) -> Result:
             )
         if len(medians) > 1:
             notes.append(growth(sequences, medians))
+    notes.append("The p99 includes Python's garbage collector, whose full collections visit every token there is.")
     notes.append(
         "vLLM 0.32's figures are of its real scheduler, schedule() and update_from_output(), on a Zen 5 machine: "
         "another machine than this one unless it says so above."

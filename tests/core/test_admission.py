@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.hash_runner import HashRunner, reference
-from tenfold.core import CacheSpec, Request, SamplingParams, Scheduler, StepPlan
+from tenfold.core import CacheSpec, FirstComeFirstServed, Request, SamplingParams, Scheduler, Sequence, StepPlan
 from tenfold.core.invariants import check
 from tenfold.errors import RequestError
 
@@ -116,6 +116,21 @@ def test_the_whole_prompt_must_fit_not_only_its_first_chunk() -> None:
     while serving.scheduler.live:
         serving.step()
     assert serving.scheduler.preemptions == 0
+
+
+class SmallChunks(FirstComeFirstServed):
+    def chunk(self, seq: Sequence, budget: int) -> int:
+        return min(seq.want, budget, 2)
+
+
+def test_blocks_that_a_prefill_still_lacks_are_promised_to_it() -> None:
+    scheduler = Scheduler(DENSE, 16, policy=SmallChunks())
+    scheduler.submit(request(0, 20, 2))
+    scheduler.submit(request(1, 12, 2))  # seven pages are free, four of them promised, one is headroom
+    assert entered(scheduler.plan()) == [0]
+    scheduler.cancel(1)
+    scheduler.submit(request(2, 8, 2))
+    assert entered(scheduler.plan()) == [2]
 
 
 def test_rows_bound_how_many_run() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from support import recurrence
+
 torch.set_num_threads(1)
 
 
@@ -22,12 +24,22 @@ class DenseStep:
         self.positions = torch.arange(len(tokens))
         self.sampled = torch.tensor(list(range(len(tokens))) if sampled is None else sampled)
         self.layers: list[int] = []
+        self.recurrent_layers: list[int] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         self.layers.append(layer)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return mixed[0].transpose(0, 1)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        self.recurrent_layers.append(layer)
+        return recurrence.convolution(x, weight, torch.zeros(x.shape[1], weight.shape[1] - 1))[0].to(x.dtype)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        assert self.recurrent_layers[-1] == layer and decay.dtype == torch.float32
+        state = torch.zeros(value.shape[1], key.shape[2], value.shape[2])
+        return recurrence.delta_rule(query, key, value, decay, beta, state)[0].to(value.dtype)
 
 
 TOKENS = [3, 17, 5, 60, 2, 2, 41, 9, 33, 0, 12]
@@ -100,7 +112,9 @@ def assert_same_logits() -> Callable[..., None]:
         expected = reference_logits(reference, tokens)
         step = DenseStep(tokens)
         assert difference(loaded.model.forward(step), expected) < tolerance
-        assert step.layers == list(range(loaded.config.num_hidden_layers))
+        assert step.layers == list(range(len(step.layers)))
+        assert step.recurrent_layers == list(range(len(step.recurrent_layers)))
+        assert len(step.layers) + len(step.recurrent_layers) == loaded.config.num_hidden_layers
         few = [len(tokens) - 1, 0]
         assert difference(loaded.model.forward(DenseStep(tokens, sampled=few)), expected[few]) < tolerance
 

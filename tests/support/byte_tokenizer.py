@@ -1,4 +1,4 @@
-"""A tokenizer that fits in the head: a token is a byte, and a few more are special. Chat through a real jinja template."""
+"""A tokenizer that fits in the head: a token is a byte, two more are special; its chat template is a real one."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 BASE = {
     "vocab_size": 211,
@@ -38,6 +38,35 @@ CONFIGS = {
 }
 
 
+def hybrid(key_heads: int, group: int, key_dim: int, value_dim: int, **changes) -> Qwen3_5TextConfig:
+    """A small hybrid whose recurrent layers have ``group`` value heads for each key head."""
+    sizes = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * group,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+    }
+    return Qwen3_5TextConfig(**{**BASE, **sizes, **changes})
+
+
+HYBRIDS = {
+    "hybrid-1x": lambda: hybrid(2, 1, 32, 32, num_hidden_layers=4),
+    "hybrid-2x-tied": lambda: hybrid(1, 2, 64, 32, num_hidden_layers=5, tie_word_embeddings=True),
+    "hybrid-3x": lambda: hybrid(2, 3, 32, 64, num_hidden_layers=3, full_attention_interval=2),
+    "hybrid-1x-wide": lambda: hybrid(1, 1, 256, 128, num_hidden_layers=4, num_attention_heads=2, head_dim=256),
+    "hybrid-2x-interval-2": lambda: hybrid(
+        2, 2, 48, 96, num_hidden_layers=5, full_attention_interval=2, hidden_size=96, linear_conv_kernel_dim=3
+    ),
+    "hybrid-3x-tied": lambda: hybrid(
+        1, 3, 128, 128, num_hidden_layers=4, full_attention_interval=2, hidden_size=128, tie_word_embeddings=True
+    ),
+}
+CONFIGS |= HYBRIDS
+
+
 def make_checkpoint(kind: str, folder: Path, seed: int = 0) -> Path:
     """Save a random float32 model whose greedy text is not one repeated token."""
     torch.manual_seed(seed)
@@ -48,10 +77,14 @@ def make_checkpoint(kind: str, folder: Path, seed: int = 0) -> Path:
 
 
 def spread(model: torch.nn.Module) -> None:
-    """Weights wider than the default, so that the largest logit stands out and the text varies."""
+    """Weights wider than the default, so that the largest logit stands out, the text varies and states matter."""
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-6, 1)  # some heads remember hundreds of tokens, others a few
+            elif parameter.ndim == 3:
+                parameter.normal_(0, 0.5)  # the taps of a convolution: comparable inputs from every place
+            elif parameter.ndim == 2:
                 parameter.normal_(0, 0.2)
             elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -81,11 +81,6 @@ class Engine:
         prompt = tuple(prompt)
         if not prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"token id {token!r} is not in the vocabulary: ids are 0 to {self.vocab_size - 1}", "prompt"
-                )
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             for token in tokens:
                 if token >= self.vocab_size:
@@ -98,6 +93,13 @@ class Engine:
                 "prompt",
                 "context_length_exceeded",
             )
+        # After the length, because a long prompt would stall others; and all at once, because it is usually right.
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            for token in prompt:
+                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                    raise RequestError(
+                        f"token id {token!r} is not in the vocabulary: ids are 0 to {self.vocab_size - 1}", "prompt"
+                    )
         if params.max_tokens is not None and params.max_tokens > room:
             request = Request(-1, prompt, params.max_tokens)
             refuse_impossible(request, self.scheduler.spec)

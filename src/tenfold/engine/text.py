@@ -10,7 +10,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4
 """Bytes of the longest UTF-8 character: after that many byte-level tokens without one, the bytes are really invalid."""
 CONTEXT = 6
-"""Tokens decoded again with each new one, so that the tokenizer sees what stands before it."""
+"""Tokens decoded again with each new one, at least, so that the tokenizer sees what stands before it."""
 
 
 class Detokenizer:
@@ -22,32 +22,47 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = list(prompt[-CONTEXT:])
+        for length in range(CONTEXT, CONTEXT + LONGEST_CHARACTER):
+            self._window = list(prompt[-length:])
+            if not self._decode().startswith(REPLACEMENT):
+                break  # else it begins inside a character
         self._shown = len(self._decode())  # characters of the decoded window that are out
-        self._held = 0  # tokens since the last ones that were shown
+        self._held = 0  # tokens since the text was last whole
+        self._cut = 0  # where the window may begin next: never inside a character, which some decoders never forgive
 
     def push(self, token: int) -> str:
         """The text that ``token`` completes, perhaps empty."""
         self._window.append(token)
-        self._held += 1
         text = self._decode()
-        incomplete = text.endswith(REPLACEMENT)
-        if incomplete and self._held < LONGEST_CHARACTER:
-            return ""
-        # With invalid bytes before it, the last replacement character may still be the start of a good one.
-        return self._show(text, keep=int(incomplete))
+        whole = len(text.rstrip(REPLACEMENT))
+        if whole == len(text):
+            return self._show(text, whole, held=0)
+        self._held += 1
+        if self._held >= LONGEST_CHARACTER:
+            # The bytes are invalid, but the last replacement character may still be the start of a good one.
+            return self._show(text, len(text) - 1, held=LONGEST_CHARACTER - 1)
+        if whole > self._shown:
+            new, self._shown, self._held = text[self._shown : whole], whole, 1
+            return new
+        return ""
 
     def flush(self) -> str:
         """The text still held back: only an incomplete character can be, and it decodes to a replacement character."""
-        return self._show(self._decode(), keep=0) if self._held else ""
+        if not self._held:
+            return ""
+        text = self._decode()
+        return self._show(text, len(text), held=0)
 
-    def _show(self, text: str, keep: int) -> str:
-        new = text[self._shown : len(text) - keep]
-        self._held = keep
-        if len(self._window) > 2 * CONTEXT:
-            self._window = self._window[-CONTEXT:]
+    def _show(self, text: str, end: int, held: int) -> str:
+        """Give out the decoded window up to ``end``; its last ``held`` tokens may belong to what comes next."""
+        new = text[self._shown : end]
+        keep = len(text) - end
+        if len(self._window) - self._cut >= CONTEXT:
+            del self._window[: self._cut]
+            self._cut = len(self._window) - held
             text = self._decode()
         self._shown = len(text) - keep
+        self._held = min(held, 1)
         return new
 
     def _decode(self) -> str:

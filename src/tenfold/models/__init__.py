@@ -18,6 +18,8 @@ FAMILIES: dict[str, str] = {
     "MistralForCausalLM": "tenfold.models.mistral:Mistral",
     "Qwen2ForCausalLM": "tenfold.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "tenfold.models.qwen3:Qwen3",
+    "Qwen3_5ForCausalLM": "tenfold.models.qwen3_5:Qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "tenfold.models.qwen3_5:Qwen3_5",
 }
 """Architecture name, as ``config.json`` spells it, to the ``module:Class`` that runs it."""
 

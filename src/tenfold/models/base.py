@@ -35,6 +35,25 @@ class Step(Protocol):
         [T, kv_heads, head_dim], all in the compute dtype and already rotated. Returns [T, heads, head_dim].
         """
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve every channel causally over each token's own sequence, without bias or activation.
+
+        ``layer`` counts the recurrent layers from 0. ``x`` is [T, channels] and ``weight`` [channels, width], whose
+        last column meets the token itself; both in the compute dtype. Before its first token a sequence is zero. Keeps
+        the last ``width - 1`` inputs of every sequence. Returns [T, channels] in the compute dtype.
+        """
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Update the matrix state of each token's own sequence by the gated delta rule (arXiv:2412.06464), and read it.
+
+        For every value head, with unit vectors q and k: ``S = exp(decay) S``, ``S = S + k (beta (v - k S))``, and the
+        result is ``q S / sqrt(key_dim)``. ``layer`` counts the recurrent layers from 0. ``query`` and ``key`` are
+        [T, key_heads, key_dim], not yet normalised; each serves ``value_heads / key_heads`` consecutive value heads.
+        ``value`` is [T, value_heads, value_dim], ``beta`` [T, value_heads], all in the compute dtype. ``decay`` is
+        float32 [T, value_heads], natural logarithms of at most 0. States are float32 whatever the compute dtype.
+        Returns [T, value_heads, value_dim] in the compute dtype.
+        """
+
 
 class Model(Protocol):
     """A loaded model. It keeps no state between steps: all of that lives with the runtime, behind ``Step``."""

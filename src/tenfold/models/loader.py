@@ -93,7 +93,7 @@ def load_model(
         weights = Weights(tensors, device, chosen, lambda: _advance(bar))
         model = chosen_family(checkpoint.config, weights)
         unused = weights.unused()
-        bar.update(len(unused))
+        bar.update(bar.total - bar.n)
     if unused:
         logger.warning("%s: %d tensors are not used, among them %s", path, len(unused), ", ".join(unused[:3]))
     tokenizer, tokenizer_error = None, None
@@ -176,9 +176,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(f"{folder / 'config.json'}: weights quantised with {method!r} are not supported")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).get_text_config()
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a bad configuration; its user needs the one line
         raise ModelError(f"{folder / 'config.json'}: {first_line(error)}") from error
+    config = whole.get_text_config()
+    # The head belongs to the whole model, so its configuration decides whether the head is tied.
+    config.tie_word_embeddings = stated.get("tie_word_embeddings", config.tie_word_embeddings)
     # Only what the files state: configuration classes fill in the ids of one particular checkpoint.
     text = stated.get("text_config")
     stop_ids = _ids(stated.get("eos_token_id")) | _ids(text.get("eos_token_id") if isinstance(text, dict) else None)

@@ -68,18 +68,21 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return self.source.locate(name) is not None
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return tensor ``name``. Raises ModelError, naming the file, when it is missing or not of ``shape``."""
-        return self.stack([name], [shape])
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Return tensor ``name``, in ``dtype`` where that is not the dtype of all weights.
 
-    def stack(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
+        Raises ModelError, naming the file, when it is missing or not of ``shape``.
+        """
+        return self.stack([name], [shape], dtype)
+
+    def stack(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype | None = None) -> Tensor:
         """Return several tensors as one, stacked along the first dimension, without ever holding them twice.
 
         The shapes may differ in the first dimension only. Raises as ``take`` does.
         """
         own_names = [self._check(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True)]
         rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self.dtype, device=self.device)
         for own, part in zip(own_names, torch.split(out, rows), strict=True):
             self.source.read_into(own, part)
             self._taken.add(own)

@@ -1,19 +1,23 @@
 """The arena as one allocation, and the strided views of it that kernels read and write.
 
     page:  | layer 0 keys | layer 0 values | layer 1 keys | ... |      one block of tokens, all full-attention layers
+    slot:  | layer 0 state | layer 1 state | ... | layer 0 tail | layer 1 tail | ... |       one sequence, several pages
 
-A view has the page as its outermost stride, so following a block table is an index and nothing is ever copied to be
-looked at.
+A view has the page, or the slot, as its outermost stride, so following a block table is an index and nothing is ever
+copied to be looked at.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tenfold.core import CacheSpec, Copy, ModelSpec
+from tenfold.core.spec import FLOAT32_BYTES
 from tenfold.errors import ModelError
 
 
@@ -22,6 +26,10 @@ class ArenaMemory:
 
     Attributes:
         keys, values: per full-attention layer a view [pages, block_size, kv_heads, head_dim] in the compute dtype.
+        states: per recurrent layer a float32 view [num_slots, value_heads, key_dim, value_dim].
+        tails: per recurrent layer a view [num_slots, channels, width - 1] in the compute dtype, oldest input first.
+
+    Strides are never negative in torch, so ``states`` and ``tails`` are indexed by ``places`` of slots.
     """
 
     def __init__(self, spec: CacheSpec, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,6 +55,34 @@ class ArenaMemory:
             self.keys.append(elements.as_strided(shape, strides, offset))
             self.values.append(elements.as_strided(shape, strides, offset + size))
             offset += 2 * size
+        self.states: list[Tensor] = []
+        self.tails: list[Tensor] = []
+        first = (spec.num_pages - spec.num_slots * spec.slot_pages) * spec.page_bytes
+        slot_bytes = spec.slot_pages * spec.page_bytes
+
+        def view(kind: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+            strides = [slot_bytes // kind.itemsize, *(math.prod(shape[i + 1 :]) for i in range(len(shape)))]
+            return self.data.view(kind).as_strided((spec.num_slots, *shape), strides, offset // kind.itemsize)
+
+        for recurrent in model.recurrent:
+            matrix = (recurrent.value_heads, recurrent.key_dim, recurrent.value_dim)
+            self.states.append(view(torch.float32, matrix, first))
+            first += FLOAT32_BYTES * recurrent.state_elements
+        for recurrent in model.recurrent:
+            tail = (recurrent.convolution_channels, recurrent.convolution_width - 1)
+            self.tails.append(view(dtype, tail, first))
+            first += dtype.itemsize * recurrent.convolution_elements
+
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Where ``states`` and ``tails`` have the slots, which the core counts from the top of the arena."""
+        places: np.ndarray = self.spec.num_slots - 1 - slots
+        return places
+
+    def clear(self, slots: Iterable[int]) -> None:
+        """Set the states and tails in ``slots`` to zero, whatever they hold."""
+        for slot in slots:
+            first = self.spec.slot_page(slot)
+            self.pages[first : first + self.spec.slot_pages] = 0
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Execute page copies one after the other; source and target of one copy do not overlap."""

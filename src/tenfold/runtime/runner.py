@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from tenfold.core import CacheSpec, ModelSpec, StepOutcome, StepPlan
 from tenfold.models.base import Model
 from tenfold.runtime.batch import Batch, Rows
 from tenfold.runtime.kernels import reference
+from tenfold.runtime.kernels.convolution import Windows, convolve
+from tenfold.runtime.kernels.delta_rule import Inputs, Split, gated_delta_rule
 from tenfold.runtime.memory import ArenaMemory
 from tenfold.runtime.sampler import Sampler
 
@@ -30,6 +34,26 @@ class ForwardStep:
         keys, values = self._memory.keys[layer], self._memory.values[layer]
         reference.store(keys, values, key, value, self._batch.places)
         return reference.paged_attention(query, keys, values, self._batch, scale)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(x, weight, self._memory.tails[layer], self._windows)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        inputs = Inputs(query, key, value, decay, beta)
+        return gated_delta_rule(inputs, self._memory.states[layer], self._split)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        width = self._memory.tails[0].shape[-1] + 1
+        return Windows.of(self._batch.bounds, self._places, width, self.token_ids.device)
+
+    @cached_property
+    def _split(self) -> Split:
+        return Split.of(self._batch.bounds, self._places, self.token_ids.device)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return self._memory.places(self._batch.slots)
 
 
 class TorchRunner:
@@ -56,6 +80,7 @@ class TorchRunner:
         device: torch.device,
     ) -> None:
         self.model = model
+        self.spec = spec
         self.memory = ArenaMemory(spec, model_spec, dtype, device)
         self.rows = Rows(spec, max_sequences, max_context, device)
         self.sampler = Sampler(max_sequences, vocab_size, device)
@@ -69,6 +94,9 @@ class TorchRunner:
             self.sampler.enter(entry)
         batch = self.rows.apply(plan)
         self.sampler.observe(plan, batch)
+        if self.spec.slot_pages:
+            # A slot is handed on as its former owner left it.
+            self.memory.clear(batch.slots[batch.starts == 0].tolist())
         logits = self.model.forward(ForwardStep(batch, self.memory))
         tokens, logprobs = self.sampler.sample(logits, batch)
         self.rows.latest[batch.rows[batch.sampled_work]] = tokens

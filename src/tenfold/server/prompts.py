@@ -32,20 +32,16 @@ def chat_messages(sent: list[Any]) -> Messages:
             raise RequestError(
                 f"{at}.role must be one of {', '.join(ROLES)}, not {shortened(role)}", f"{at}.role", "invalid_value"
             )
-        kept: dict[str, Any] = {"role": "system" if role == "developer" else role}
+        kept: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": ""}
         for name, value in message.items():
-            if name in NULLABLE and not value:
+            if name in ("role", "content") or (name in NULLABLE and not value):
                 continue
-            if name == "content":
-                kept["content"] = _content(value, f"{at}.content")
-            elif name == "name" or (name == "tool_call_id" and role == "tool"):
-                if value is not None:
-                    kept[name] = _string(value, f"{at}.{name}")
-            elif name != "role":
+            if name != "name" and not (name == "tool_call_id" and role == "tool"):
                 where = f"{at}.{name[:80]}"
                 raise RequestError(f"{where} is not supported: leave it out", where, "unsupported_parameter")
-        if "content" not in kept:
-            raise RequestError(f"{at}.content is required", f"{at}.content", "missing_required_parameter")
+            if value is not None:
+                kept[name] = _string(value, f"{at}.{name}")
+        kept["content"] = _content(message.get("content"), f"{at}.content")
         messages.append(kept)
     return messages
 

@@ -39,7 +39,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        known = isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno
+        reason = os.strerror(known) if known else getattr(error, "strerror", None) or str(error)
         raise TenfoldError(f"cannot listen on {host}:{port}: {reason}") from error
 
 

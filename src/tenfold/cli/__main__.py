@@ -1,0 +1,5 @@
+"""``python -m tenfold.cli``."""
+
+from tenfold.cli import main
+
+main()
