@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -16,6 +12,7 @@ from tqdm import tqdm
 from tenfold.assembly import assemble
 from tenfold.core import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from tenfold.engine.chat import render_chat
+from tenfold.engine.interrupt import deferred_interrupt
 from tenfold.engine.ports import Messages
 from tenfold.engine.text import TextStream
 from tenfold.errors import EngineError, RequestError
@@ -120,7 +117,7 @@ class LLM:
     def _run(self, jobs: list[_Job], bar: Any) -> None:
         owners: dict[int, tuple[_Job, int]] = {}
         try:
-            with _deferred_interrupt() as interrupted:
+            with deferred_interrupt() as interrupted:
                 for job in jobs:
                     ids = self.engine.submit(job.output.prompt_token_ids, job.params)
                     owners.update((sequence, (job, index)) for index, sequence in enumerate(ids))
@@ -161,16 +158,7 @@ class _Job:
         self.output = RequestOutput(prompt if isinstance(prompt, str) else None, tokens, outputs)
         self._texts: list[TextStream] = []
         if llm.loaded.tokenizer is not None:
-            self._texts = [
-                TextStream(
-                    llm.tokenizer,
-                    tokens,
-                    stop=params.stop,
-                    include_stop=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                )
-                for _ in outputs
-            ]
+            self._texts = [TextStream.of(llm.tokenizer, tokens, params) for _ in outputs]
 
     def take(self, event: TokenEvent, index: int) -> bool:
         """Add a token; True if a stop string ended the text here."""
@@ -196,24 +184,3 @@ def _listed(prompts: Any) -> list[Prompt]:
     """A single prompt, as a string or as token ids, counts as a list of one."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if single else list(prompts)
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[list[bool]]:
-    """Let Ctrl-C end the loop between two steps instead of anywhere inside one.
-
-    Yields a list that is empty until Ctrl-C was pressed. Only the main thread gets signals: nothing changes elsewhere.
-    """
-    pressed: list[bool] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed
-        return
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        pressed.append(True)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

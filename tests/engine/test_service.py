@@ -72,6 +72,7 @@ def test_stopping_ends_streams_and_calls() -> None:
             await asyncio.wait_for(call, 2)
         with pytest.raises(EngineError):
             await thread.generate([[1]], LONG)
+        assert thread.join(2)
 
     asyncio.run(scenario())
 

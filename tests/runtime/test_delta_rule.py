@@ -11,6 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from support import recurrence
 from tenfold.core import AttentionLayer, CacheSpec, ModelSpec, RecurrentLayer
+from tenfold.runtime.kernels import delta_rule
 from tenfold.runtime.kernels.convolution import Windows, convolve
 from tenfold.runtime.kernels.delta_rule import Chunks, Inputs, Split, chunked, gated_delta_rule, step
 from tenfold.runtime.memory import ArenaMemory
@@ -87,7 +88,7 @@ def test_steps_of_mixed_lengths(seed: int) -> None:
 
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("group", [1, 2, 3])
-def test_many_steps_are_one_chunked_call(group: int, scattered: bool) -> None:
+def test_many_steps_are_one_chunked_call(group: int, scattered: bool, monkeypatch) -> None:
     torch.manual_seed(group)
     layer = RecurrentLayer(2, 2 * group, 32, 64, 4)
     memory = memory_of(layer)
@@ -96,7 +97,8 @@ def test_many_steps_are_one_chunked_call(group: int, scattered: bool) -> None:
     chunk_places, step_places = (np.array([0, 4, 7]), np.array([1, 3, 8] if scattered else [1, 2, 3]))
     memory.states[0][:] = torch.randn(memory.states[0].shape[1:])
     by_chunks = chunked(inputs, memory.states[0], Chunks.of(lengths, chunk_places, CPU))
-    places = torch.from_numpy(step_places) if scattered else slice(1, 4)
+    monkeypatch.setattr(delta_rule, "PIECE_BYTES", 2 * memory.states[0][0].nbytes)
+    places = torch.from_numpy(step_places) if scattered else range(1, 4)
     by_steps = torch.stack(
         [step(inputs.at(torch.tensor([t, 150 + t, 300 + t])), memory.states[0], places) for t in range(150)], dim=1
     )

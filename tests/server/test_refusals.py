@@ -237,6 +237,30 @@ def test_a_model_without_a_template() -> None:
         assert answer["choices"][0]["text"] == "yes"
 
 
+class BrokenTokenizer(ByteTokenizer):
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if "break" in text:
+            raise RuntimeError("secret internals")
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        if ord("!") in token_ids:
+            raise RuntimeError("secret internals")
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_a_bug_is_not_shown_to_clients() -> None:
+    with serving(tokenizer=BrokenTokenizer()) as live:
+        for text in ("break", "[[ab!]]"):
+            body = {"model": MODEL, "prompt": text}
+            error = error_of(httpx.post(live.url + COMPLETIONS, json=body), 500)
+            assert error["type"] == "server_error" and "secret" not in error["message"]
+        # The exclamation mark comes after enough tokens not to be in the prompt's last ones.
+        body = {"model": MODEL, "prompt": "[[0123456789!]] and on", "stream": True}
+        text = httpx.post(live.url + COMPLETIONS, json=body).text
+        assert "internal error" in text and "secret" not in text and "[DONE]" not in text
+
+
 def test_the_server_went_on(client: openai.OpenAI, live: Live) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert answer.choices[0].message.content == "x"

@@ -64,13 +64,12 @@ HYBRIDS = {
         1, 3, 128, 128, num_hidden_layers=4, full_attention_interval=2, hidden_size=128, tie_word_embeddings=True
     ),
 }
-CONFIGS |= HYBRIDS
 
 
 def make_checkpoint(kind: str, folder: Path, seed: int = 0) -> Path:
     """Save a random float32 model whose greedy text is not one repeated token."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | HYBRIDS)[kind](), dtype=torch.float32)
     spread(model)
     model.save_pretrained(folder)
     return folder

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +14,7 @@ from tenfold.cli import options
 from tenfold.core.types import FinishReason, SamplingParams
 from tenfold.engine.chat import render_chat
 from tenfold.engine.engine import Engine
+from tenfold.engine.interrupt import deferred_interrupt
 from tenfold.engine.ports import Messages
 from tenfold.engine.text import TextStream
 from tenfold.errors import EngineError, TenfoldError
@@ -141,13 +140,7 @@ def stream(engine: Engine, tokenizer: Any, prompt: Sequence[int], params: Sampli
         EngineError: a step failed.
     """
     (sequence,) = engine.submit(prompt, params)
-    text = TextStream(
-        tokenizer,
-        prompt,
-        stop=params.stop,
-        include_stop=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-    )
+    text = TextStream.of(tokenizer, prompt, params)
     try:
         ended = False
         while not ended:
@@ -163,18 +156,3 @@ def stream(engine: Engine, tokenizer: Any, prompt: Sequence[int], params: Sampli
         engine.finish(sequence)
         while engine.scheduler.inflight:
             engine.step()
-
-
-@contextmanager
-def deferred_interrupt() -> Iterator[list[bool]]:
-    """Let Ctrl-C be noted instead of raised, so that it never falls inside a step; yields a list, empty until then."""
-    pressed: list[bool] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        pressed.append(True)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,6 +75,9 @@ def serve(
             max_sequences=max_sequences,
             max_queue=max_queue_requests,
         )
+        # Full collections would walk everything that was loaded, again and again, in the middle of a step.
+        gc.collect()
+        gc.freeze()
         return Served(assembly.engine, assembly.loaded.require_tokenizer(), assembly.loaded.name)
 
     bound = listener.getsockname()[1]
@@ -88,4 +93,4 @@ def announce(served: Served, host: str, port: int, settings: ServerSettings) -> 
     if settings.api_keys:
         headers += ' -H "Authorization: Bearer $TENFOLD_API_KEY"'
     typer.echo(f"Serving {served.model_name} at {url}/v1 - Ctrl-C stops it. Try:")
-    typer.echo(f"  curl {url}/v1/chat/completions {headers} -d '{json.dumps(body)}'")
+    typer.echo(f"  curl {url}/v1/chat/completions {headers} -d {shlex.quote(json.dumps(body))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from tenfold.core.types import Request
@@ -20,7 +21,7 @@ class Sequence:
     """
 
     request: Request
-    tokens: list[int]
+    tokens: array[int]
     limit: int
     min_length: int
     committed: int = 0
@@ -34,7 +35,7 @@ class Sequence:
     @classmethod
     def of(cls, request: Request) -> Sequence:
         prompt = len(request.prompt)
-        return cls(request, list(request.prompt), prompt + request.max_tokens, prompt + request.params.min_tokens)
+        return cls(request, array("q", request.prompt), prompt + request.max_tokens, prompt + request.params.min_tokens)
 
     @property
     def id(self) -> int:

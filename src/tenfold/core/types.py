@@ -63,9 +63,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _listed(self.stop, "stop", "strings")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _listed(self.stop_token_ids, "stop_token_ids", "token ids"))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}", "logit_bias")
         _in_range(self.temperature, "temperature", 0.0, 100.0)
         _in_range(self.top_p, "top_p", 0.0, 1.0, open_low=True)
         _in_range(self.min_p, "min_p", 0.0, 1.0)
@@ -98,9 +100,21 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+def _listed(value: Any, name: str, of_what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} must be a list of {of_what}, not {value!r}", name)
+    return tuple(value)
+
+
 def _in_range(value: Any, name: str, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}", name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, float) and math.isnan(value))
+    ):
+        raise RequestError(f"{name} must be a number, not {value!r}", name)
     if not (low < value if open_low else low <= value) or value > high:
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be in {bracket}{low:g}, {high:g}], not {value!r}", name)

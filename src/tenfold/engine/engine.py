@@ -191,6 +191,9 @@ class Engine:
     def _abandon(self) -> list[TokenEvent]:
         scheduler = self.scheduler
         struck = {w.sequence: None for plan in scheduler.inflight for w in plan.work}
+        # Moves of a failed step may not have happened: whoever's table names a moved block is struck too.
+        rows = {rewrite.row for plan in scheduler.inflight for rewrite in plan.rewrites}
+        struck.update((seq.id, None) for seq in scheduler.running.values() if seq.row in rows)
         scheduler.inflight.clear()
         self.runner.reset()
         return [

@@ -110,12 +110,16 @@ class EngineThread:
         return True
 
     def stop(self) -> None:
-        """End what is still live with ``FinishReason.CANCELLED`` and stop the thread."""
+        """End every stream with ``FinishReason.CANCELLED``, and the thread once its current step is over."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join(timeout=60)
         self._end_all(FinishReason.CANCELLED)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread to end after ``stop``, at most ``seconds``; True if it did. Blocks."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _post(self, function: Callable[[], Any]) -> None:
         with self._wake:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
+from tenfold.core import SamplingParams
 from tenfold.engine.ports import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -95,6 +97,18 @@ class TextStream:
         self._unstoppable = min_tokens
         self.length = 0
         self.stopped = False
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> Self:
+        """The text of one sequence as ``params`` want it."""
+        return cls(
+            tokenizer,
+            prompt,
+            stop=tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
 
     def push(self, token: int) -> str:
         if self.stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from tenfold.server.gate import Gate
 from tenfold.server.routes import router
 from tenfold.server.settings import ServerSettings
 from tenfold.server.state import Served, Serving
+
+JOIN_SECONDS = 60.0
+"""How long the end of an application waits for the step under way."""
 
 
 def create_app(engine: Engine, tokenizer: Any, model_name: str, settings: ServerSettings | None = None) -> FastAPI:
@@ -31,6 +35,7 @@ def create_app(engine: Engine, tokenizer: Any, model_name: str, settings: Server
             yield
         finally:
             serving.close()
+            await asyncio.to_thread(serving.join, JOIN_SECONDS)
 
     return build_app(serving, lifespan)
 

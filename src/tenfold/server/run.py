@@ -58,11 +58,12 @@ def run(
     Raises:
         Exception: whatever ``load`` raised.
     """
-    server = _Server(Serving(settings), load, ready)
+    serving = Serving(settings)
+    server = _Server(serving, load, ready)
     server.run(sockets=[listener])
     if server.failure is not None:
         raise server.failure
-    if server.loading:
+    if server.loading or not serving.join(LAST_WORDS_SECONDS):
         # A thread inside a native library cannot be ended, and must not run on while the interpreter is taken down.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -28,14 +28,7 @@ class Sample:
         self.index = index
         self.tokens = 0
         self._tokenizer = tokenizer
-        self._stream = TextStream(
-            tokenizer,
-            prompt,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
+        self._stream = TextStream.of(tokenizer, prompt, params)
         self._previous = prompt[-1]
         self._text = ""  # may be shown, and is not yet
         self._shown = 0  # characters that may be shown

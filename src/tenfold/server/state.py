@@ -67,6 +67,10 @@ class Serving:
         if self._thread is not None:
             self._thread.stop()
 
+    def join(self, seconds: float) -> bool:
+        """After ``close``, wait for the step under way to end; True if it did. Blocks."""
+        return self._thread is None or self._thread.join(seconds)
+
     @property
     def status(self) -> Status:
         if self._stopping:

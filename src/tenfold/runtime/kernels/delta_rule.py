@@ -24,6 +24,8 @@ from torch import Tensor
 
 CHUNK = 64
 """Tokens solved together: the work within chunks grows with it, the number of dependent steps falls."""
+PIECE_BYTES = 4 * 2**20
+"""States that ``step`` works on at a time on a CPU: five passes over few enough to stay in its cache."""
 EPSILON = 1e-6
 """Added to squared lengths before the root, as in transformers and in flash-linear-attention."""
 
@@ -46,8 +48,8 @@ class Inputs(NamedTuple):
         """Value heads of each key head."""
         return self.value.shape[1] // self.key.shape[1]
 
-    def at(self, tokens: Tensor) -> Inputs:
-        """Those of int64 ``tokens``, in their order."""
+    def at(self, tokens: Tensor | slice) -> Inputs:
+        """Those of ``tokens`` alone, in that order."""
         return Inputs(*(x[tokens] for x in self))
 
 
@@ -85,11 +87,11 @@ class Split:
     """The tokens of a step by the form that computes them.
 
     ``single`` int64 are those that are their sequence's only one, in the order of ``places``; ``several`` int64 all
-    others, laid out by ``chunks``. ``places`` is a slice where the slots are neighbours, so that they are views.
+    others, laid out by ``chunks``. ``places`` ascend, as a range where the slots are neighbours: then they are views.
     """
 
     single: Tensor
-    places: Tensor | slice
+    places: Tensor | range
     several: Tensor
     chunks: Chunks | None
 
@@ -109,10 +111,10 @@ class Split:
         )
 
 
-def _neighbours(places: np.ndarray, device: torch.device) -> Tensor | slice:
-    """Ascending ``places`` as a slice where they are consecutive, else as a tensor."""
+def _neighbours(places: np.ndarray, device: torch.device) -> Tensor | range:
+    """Ascending ``places`` as a range where they are consecutive, else as a tensor."""
     if len(places) and places[-1] - places[0] == len(places) - 1:
-        return slice(int(places[0]), int(places[-1]) + 1)
+        return range(int(places[0]), int(places[-1]) + 1)
     return torch.from_numpy(places).to(device)
 
 
@@ -127,22 +129,32 @@ def gated_delta_rule(inputs: Inputs, states: Tensor, split: Split) -> Tensor:
     return output
 
 
-def step(inputs: Inputs, states: Tensor, places: Tensor | slice) -> Tensor:
-    """One token of each sequence whose state is at ``places``, in that order.
+def step(inputs: Inputs, states: Tensor, places: Tensor | range) -> Tensor:
+    """One token of each sequence whose state is at ``places``, in that order."""
+    output = torch.empty(inputs.value.shape, device=states.device)
+    count = len(output)
+    if states.device.type == "cpu":
+        count = max(1, PIECE_BYTES // (states.element_size() * states[0].numel()))
+    for begin in range(0, len(output), count):
+        piece = slice(begin, begin + count)
+        output[piece] = _step(inputs.at(piece), states, places[piece])
+    return output
 
-    States are what takes the time: they are read once into decayed copies, which are read once for key and query
-    together, and written once. For that, the output is taken from the old state: ``q S' = q S + (q k) u``.
-    """
+
+def _step(inputs: Inputs, states: Tensor, places: Tensor | range) -> Tensor:
+    """States are what takes the time: they are read once into decayed copies, which are read once for key and query
+    together, and written once. For that, the output is taken from the old state: ``q S' = q S + (q k) u``."""
     query, key = (_unit(x).repeat_interleave(inputs.group, dim=1) for x in (inputs.query, inputs.key))
     query = query / math.sqrt(query.shape[-1])
-    decayed = states[places] * inputs.decay.float().exp()[..., None, None]
+    where = slice(places.start, places.stop) if isinstance(places, range) else places
+    decayed = states[where] * inputs.decay.float().exp()[..., None, None]
     read = torch.stack((key, query), dim=2) @ decayed
     written = (inputs.value.float() - read[:, :, 0]) * inputs.beta.float()[..., None]
     outer = key[..., None], written[:, :, None]
-    if isinstance(places, slice):
-        torch.addcmul(decayed, *outer, out=states[places])
+    if isinstance(where, slice):
+        torch.addcmul(decayed, *outer, out=states[where])
     else:
-        states[places] = decayed.addcmul_(*outer)
+        states[where] = decayed.addcmul_(*outer)
     return read[:, :, 1] + (query * key).sum(-1, keepdim=True) * written
 
 

@@ -1,0 +1,81 @@
+"""Crowded arenas: preemptions, moves and reuse of pages all the time, over fixed seeds so that every run meets them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from support.hash_runner import HashRunner, reference
+from tenfold.core import CacheSpec, Request, SamplingParams, Scheduler
+from tenfold.core.invariants import check
+
+CASES = 120
+
+
+class Churn:
+    """One scheduler under a random load of short and long requests, some of which are cancelled."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        spec = CacheSpec(rng.randint(1, 3), rng.randint(16, 40), rng.choice([0, 2, 3, 5]))
+        self.scheduler = Scheduler(spec, rng.choice([4, 16, 64]), rng.randint(2, 8))
+        self.runner = HashRunner(spec, self.scheduler.max_sequences)
+        self.depth = rng.randint(1, 3)
+        self.requests: dict[int, Request] = {}
+        self.text: dict[int, list[int]] = {}
+        self.cancelled: set[int] = set()
+
+    def submit(self) -> None:
+        rng, spec = self.rng, self.scheduler.spec
+        longest = spec.max_length
+        length = rng.randint(1, 4) if rng.random() < 0.5 else rng.randint(1, longest)
+        max_tokens = rng.randint(1, longest - length + 1)
+        prompt = tuple(rng.randrange(3) for _ in range(length))
+        request = Request(len(self.requests), prompt, max_tokens, SamplingParams(max_tokens=max_tokens))
+        self.requests[request.id], self.text[request.id] = request, []
+        self.scheduler.submit(request)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        while len(scheduler.inflight) < self.depth and (plan := scheduler.plan()):
+            check(scheduler)
+            self.runner.submit(plan)
+        for event in scheduler.commit(self.runner.collect()) if scheduler.inflight else ():
+            self.text[event.sequence].append(event.token)
+        check(scheduler)
+
+    def run(self) -> None:
+        for _ in range(self.rng.randint(10, 60)):
+            if self.rng.random() < 0.5:
+                self.submit()
+            if self.scheduler.live and self.rng.random() < 0.15:
+                victim = self.rng.choice(sorted(self.scheduler.live))
+                self.scheduler.cancel(victim)
+                self.cancelled.add(victim)
+            self.step()
+        while self.scheduler.live or self.scheduler.inflight:
+            self.step()
+
+
+@pytest.fixture(scope="module")
+def churns() -> list[Churn]:
+    churns = [Churn(seed) for seed in range(CASES)]
+    for churn in churns:
+        churn.run()
+    return churns
+
+
+def test_every_text_is_right(churns) -> None:
+    for seed, churn in enumerate(churns):
+        for i, request in churn.requests.items():
+            expected = reference(request, bool(churn.scheduler.spec.slot_pages))
+            if i in churn.cancelled:
+                expected = expected[: len(churn.text[i])]
+            assert churn.text[i] == expected, f"seed {seed}, request {i}"
+
+
+def test_hard_states_were_met(churns) -> None:
+    """A churn that never preempts or moves proves little."""
+    assert sum(churn.scheduler.preemptions > 0 for churn in churns) >= CASES // 4
+    assert sum(churn.scheduler.cache.pages_moved > 0 for churn in churns) >= CASES // 15
