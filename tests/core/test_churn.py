@@ -18,8 +18,8 @@ class Churn:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        spec = CacheSpec(rng.randint(1, 3), rng.randint(16, 40), rng.choice([0, 2, 3, 5]))
-        self.scheduler = Scheduler(spec, rng.choice([4, 16, 64]), rng.randint(2, 8))
+        spec = CacheSpec(rng.randint(1, 4), rng.randint(16, 40), rng.choice([0, 1, 2, 3, 5]))
+        self.scheduler = Scheduler(spec, rng.choice([4, 16, 64]), rng.randint(2, 8), prefix_caching=rng.random() < 0.8)
         self.runner = HashRunner(spec, self.scheduler.max_sequences)
         self.depth = rng.randint(1, 3)
         self.requests: dict[int, Request] = {}
@@ -30,11 +30,34 @@ class Churn:
         rng, spec = self.rng, self.scheduler.spec
         longest = spec.max_length
         length = rng.randint(1, 4) if rng.random() < 0.5 else rng.randint(1, longest)
-        max_tokens = rng.randint(1, longest - length + 1)
         prompt = tuple(rng.randrange(3) for _ in range(length))
-        request = Request(len(self.requests), prompt, max_tokens, SamplingParams(max_tokens=max_tokens))
-        self.requests[request.id], self.text[request.id] = request, []
-        self.scheduler.submit(request)
+        if self.requests and rng.random() < 0.6:
+            prompt = self.continued(rng.choice(list(self.requests)), longest)
+        max_tokens = rng.randint(1, longest - len(prompt) + 1)
+        breakpoints = tuple(rng.sample(range(len(prompt) + 3), rng.randint(0, min(2, len(prompt)))))
+        salt = rng.choice(["", "", "other"])
+        samples = rng.choice([1, 1, 1, 3])
+        requests = [
+            Request(
+                len(self.requests) + i,
+                prompt,
+                max_tokens,
+                SamplingParams(max_tokens=max_tokens),
+                cache_salt=salt,
+                breakpoints=breakpoints,
+            )
+            for i in range(samples)
+        ]
+        for request in requests:
+            self.requests[request.id], self.text[request.id] = request, []
+        self.scheduler.submit(*requests)
+
+    def continued(self, earlier: int, longest: int) -> tuple[int, ...]:
+        """A prompt that shares a beginning with what an earlier sequence saw and wrote."""
+        rng = self.rng
+        history = self.requests[earlier].prompt + tuple(self.text[earlier])
+        shared = history[: rng.randint(1, len(history))] if rng.random() < 0.5 else history
+        return (*shared, *(rng.randrange(3) for _ in range(rng.randint(0, 4))))[:longest]
 
     def step(self) -> None:
         scheduler = self.scheduler
@@ -79,3 +102,5 @@ def test_hard_states_were_met(churns) -> None:
     """A churn that never preempts or moves proves little."""
     assert sum(churn.scheduler.preemptions > 0 for churn in churns) >= CASES // 4
     assert sum(churn.scheduler.cache.pages_moved > 0 for churn in churns) >= CASES // 15
+    for cause in ("hit", "no_checkpoint", "evicted", "cold"):
+        assert sum(churn.scheduler.cache.prefix_tokens[cause] > 0 for churn in churns) >= CASES // 8, cause

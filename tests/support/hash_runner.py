@@ -38,25 +38,40 @@ class HashRunner:
         for w in plan.work:
             self.tables[w.row] += w.gained
             assert len(self.tables[w.row]) == self.spec.blocks_for(w.start + w.length)
+        for entry in plan.entries:
+            if entry.source >= 0:
+                self.tables[entry.row] = list(self.tables[entry.source])
         for rewrite in plan.rewrites:
             self.tables[rewrite.row][rewrite.place] = rewrite.block
         sampled = []
-        for w in plan.work:
-            token = self.forward(w)
+        logits: dict[int, int] = {}
+        inputs = [w.tokens if len(w.tokens) == w.length else (*w.tokens, self.last[w.row]) for w in plan.work]
+        # As a layer does: everyone's keys and values are stored before anyone reads them.
+        for w, tokens in zip(plan.work, inputs, strict=True):
+            self.store(w, tokens)
+        for w, tokens in zip(plan.work, inputs, strict=True):
+            token = logits[w.row] = self.forward(w, tokens)
             if w.sample:
                 sampled.append(token)
                 self.last[w.row] = token
+        for entry in plan.entries:
+            if entry.source >= 0:
+                sampled.append(logits[entry.source])
+                self.last[entry.row] = logits[entry.source]
         self.done.append(StepOutcome(plan.step, sampled))
 
     def collect(self) -> StepOutcome:
         return self.done.popleft()
 
-    def forward(self, w) -> int:
+    def store(self, w, tokens) -> None:
         size, table = self.spec.block_size, self.tables[w.row]
-        inputs = w.tokens if len(w.tokens) == w.length else (*w.tokens, self.last[w.row])
-        state = 0 if w.start == 0 else self.read_state(w.slot)
-        for position, token in enumerate(inputs, w.start):
+        for position, token in enumerate(tokens, w.start):
             self.pages[table[position // size]][position % size] = token
+
+    def forward(self, w, tokens) -> int:
+        size, table = self.spec.block_size, self.tables[w.row]
+        state = 0 if w.start == 0 else self.read_state(w.slot)
+        for token in tokens:
             state = mix(state, token)
         self.write_state(w.slot, state)
         h = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tenfold.core.cache import Cache
+from tenfold.core.cache import Cache, Match
 from tenfold.core.policy import Policy
 from tenfold.core.sequence import Sequence
 from tenfold.core.spec import CacheSpec
@@ -36,7 +36,7 @@ def refuse_impossible(request: Request, spec: CacheSpec) -> None:
         )
 
 
-def may_start(seq: Sequence, cache: Cache, policy: Policy, prefilling: Iterable[Sequence]) -> bool:
+def may_start(seq: Sequence, match: Match, cache: Cache, policy: Policy, prefilling: Iterable[Sequence]) -> bool:
     """Whether all known tokens of ``seq`` fit beside what running sequences were promised.
 
     Promised are the blocks that running prefills still lack for tokens they already have, and the policy's headroom
@@ -49,4 +49,4 @@ def may_start(seq: Sequence, cache: Cache, policy: Policy, prefilling: Iterable[
     promised = policy.headroom(len(cache.holders))
     for other in prefilling:
         promised += spec.blocks_for(other.known) - len(other.table)
-    return cache.arena.free >= spec.pages_for(seq.known) + promised
+    return cache.fits(seq, match, seq.known, promised)

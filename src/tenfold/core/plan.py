@@ -5,8 +5,9 @@ A plan is everything the runner may know about a step. It is executed in this or
 1. ``copies``, one after the other: whole pages, for moves, copy-on-write and states alike;
 2. ``entries``: a row of the batch is given to a sequence, whatever it held before;
 3. per ``work``: ``gained`` blocks are appended to the row's table;
-4. ``rewrites``: single table entries whose block moved;
-5. the forward pass over all ``work``, then sampling where ``sample`` is set.
+4. entries with a ``source`` take over that row's table;
+5. ``rewrites``: single table entries whose block moved or became the row's own;
+6. the forward pass over all ``work``, then sampling where ``sample`` is set.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ class Copy(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A sequence takes a row. ``reused`` are the tokens before its first work, whose state is already in the cache."""
+    """A sequence takes a row. ``reused`` are the tokens before its first work, whose state is already in the cache.
+
+    With ``source`` (a row, else -1) it branches off a sequence that this step computes: its table is that row's, and its
+    first token is sampled from that row's logits, after the samples of all work and in the order of entries.
+    """
 
     row: int
     sequence: int
@@ -35,6 +40,7 @@ class Entry(NamedTuple):
     params: SamplingParams
     stop_token_ids: frozenset[int]
     reused: tuple[int, ...]
+    source: int = -1
 
 
 class Rewrite(NamedTuple):
@@ -87,7 +93,8 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """``tokens`` holds one sampled token for each work with ``sample`` set, in plan order, ``logprobs`` likewise.
+    """``tokens`` holds one sampled token for each work with ``sample`` set, in plan order, then one for each entry with a
+    ``source``; ``logprobs`` likewise.
 
     ``seconds`` is what the step took on the device.
     """

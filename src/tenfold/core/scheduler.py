@@ -12,7 +12,8 @@ from bisect import insort
 from collections import deque
 
 from tenfold.core.admission import may_start, refuse_impossible
-from tenfold.core.cache import Cache
+from tenfold.core.cache import NOTHING, Cache, Match
+from tenfold.core.joins import Joins
 from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, Work
 from tenfold.core.policy import FirstComeFirstServed, Policy
 from tenfold.core.sequence import NO_ROW, Sequence
@@ -32,10 +33,16 @@ class Scheduler:
         max_sequences: sequences that run at once at most; never more than ``max_batch_tokens``, so that every running
             sequence can take part in every step.
         policy: order, victims and chunk sizes.
+        prefix_caching: whether sequences may start from what past ones left.
     """
 
     def __init__(
-        self, spec: CacheSpec, max_batch_tokens: int, max_sequences: int = 256, policy: Policy | None = None
+        self,
+        spec: CacheSpec,
+        max_batch_tokens: int,
+        max_sequences: int = 256,
+        policy: Policy | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         if max_batch_tokens < 1 or max_sequences < 1:
             raise ValueError("max_batch_tokens and max_sequences must be at least 1")
@@ -43,9 +50,11 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens)
         self.policy: Policy = policy or FirstComeFirstServed()
-        self.cache = Cache(spec)
+        self.cache = Cache(spec, prefix_caching)
+        self.joins = Joins(self.cache)
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
+        self.leading: dict[int, Sequence] = {}
         self.inflight: deque[StepPlan] = deque()
         self.step = 0
         self.preemptions = 0
@@ -56,16 +65,18 @@ class Scheduler:
         """Sequences that hold memory, by id, in order of admission."""
         return self.cache.holders
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def submit(self, request: Request, *samples: Request) -> None:
+        """Queue a request; further ``samples`` of the same prompt branch off when it is computed.
 
         Raises:
             RequestError: it could not run even alone in an empty arena.
         """
         refuse_impossible(request, self.spec)
         seq = Sequence.of(request)
-        self.live[request.id] = seq
-        insort(self.waiting, seq, key=self.policy.order)
+        self._lead(seq, [Sequence.of(sample) for sample in samples])
+        self.live[seq.id] = seq
+        self.live.update((each.id, each) for each in seq.followers)
+        self._enqueue(seq)
 
     def cancel(self, sequence: int) -> bool:
         """Drop a sequence wherever it is; its memory is free at once. False if it is not live (any more)."""
@@ -74,8 +85,16 @@ class Scheduler:
             return False
         if sequence in self.running:
             self._retire(seq)
+        elif seq in self.waiting:
+            self._dequeue(seq)
         else:
-            self.waiting.remove(seq)
+            leader = next(each for each in self.leading.values() if seq in each.followers)
+            self._lead(leader, [each for each in leader.followers if each is not seq])
+        if seq.followers:
+            heir, *others = seq.followers
+            self._lead(seq, [])
+            self._lead(heir, others)
+            self._enqueue(heir)
         return True
 
     def plan(self) -> StepPlan | None:
@@ -83,15 +102,21 @@ class Scheduler:
         work: list[Work] = []
         prefilling: list[Sequence] = []
         preempted: list[int] = []
+        self.joins.save_reached()
         budget = self._decode(work, prefilling, preempted)
         for seq in prefilling:
             if budget and seq.id in self.running:
                 budget -= self._prefill(seq, budget, work, preempted)
         entries: list[Entry] = []
-        if not preempted:
-            self._admit(budget, work, entries, prefilling)
         if preempted:
             work = [w for w in work if w.sequence in self.running]
+        for seq in prefilling:
+            if seq.id in self.running:
+                self.cache.publish(seq)
+        if not preempted:
+            self._admit(budget, work, entries, prefilling)
+        if self.leading:
+            self._branch(entries)
         if not work:
             return None
         plan = self._seal(work, entries, preempted)
@@ -104,30 +129,44 @@ class Scheduler:
         if plan.step != outcome.step:
             raise RuntimeError(f"outcome of step {outcome.step} where step {plan.step} was due")
         events: list[TokenEvent] = []
-        live, tokens, logprobs = self.live, outcome.tokens, outcome.logprobs
+        live, size = self.live, self.spec.block_size
         sampled = -1  # index of the latest sample in the outcome, void or not
         for w in plan.work:
             sampled += w.sample
             seq = live.get(w.sequence)
             if seq is None or seq.epoch != w.epoch:
                 continue  # finished, cancelled or preempted since
-            seq.committed = w.start + w.length
-            if not w.sample:
+            seq.committed = end = w.start + w.length
+            if w.sample:
+                self._take(seq, outcome, sampled, events)
+                if not end % size:
+                    self.cache.publish(seq)
+        for entry in plan.entries:
+            if entry.source < 0:
                 continue
-            token = tokens[sampled]
-            seq.pending -= 1
-            seq.tokens.append(token)
-            length = len(seq.tokens)
-            reason = None
-            if token in seq.request.stop_token_ids and length > seq.min_length:
-                reason = FinishReason.STOP
-            elif length >= seq.limit:
-                reason = FinishReason.LENGTH
-            events.append(new(TokenEvent, (w.sequence, token, reason, logprobs[sampled] if logprobs else None)))
-            if reason:
-                del live[w.sequence]
-                self._retire(seq)
+            sampled += 1
+            seq = live.get(entry.sequence)
+            if seq is not None and seq.epoch == entry.epoch:
+                seq.committed = max(seq.committed, entry.prompt_length)
+                self._take(seq, outcome, sampled, events)
         return events
+
+    def _take(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+        """Append a sampled token; end the sequence if it was its last."""
+        token = outcome.tokens[sampled]
+        seq.pending -= 1
+        seq.tokens.append(token)
+        length = len(seq.tokens)
+        reason = None
+        if token in seq.request.stop_token_ids and length > seq.min_length:
+            reason = FinishReason.STOP
+        elif length >= seq.limit:
+            reason = FinishReason.LENGTH
+        logprobs = outcome.logprobs[sampled] if outcome.logprobs else None
+        events.append(new(TokenEvent, (seq.request.id, token, reason, logprobs, seq.reused)))
+        if reason:
+            del self.live[seq.id]
+            self._retire(seq)
 
     def _decode(self, work: list[Work], prefilling: list[Sequence], preempted: list[int]) -> int:
         """Everyone's next token; who lacks more than one token is listed in ``prefilling``. Returns the budget left.
@@ -143,10 +182,11 @@ class Scheduler:
                     prefilling.append(seq)
                 continue
             gained: tuple[int, ...] = ()
-            if start == len(seq.table) * size:
+            if seq.shared_tail or start == len(seq.table) * size:
+                had = len(seq.table)
                 if seq.id not in running or not self._make_room(seq, start + 1, preempted):
                     continue
-                gained = (seq.table[-1],)
+                gained = tuple(seq.table[had:])
             elif preempted and seq.id not in running:
                 continue
             inputs = () if pending else (seq.tokens[start],)
@@ -158,45 +198,78 @@ class Scheduler:
 
     def _prefill(self, seq: Sequence, budget: int, work: list[Work], preempted: list[int]) -> int:
         count = self.policy.chunk(seq, budget)
+        if seq.marks:
+            count = min(count, seq.marks[0] - seq.issued)
         if not self._make_room(seq, seq.issued + count, preempted):
             return 0
-        work.append(self._issue(seq, count))
+        work.append(self._issue(seq, count, self.spec.blocks_for(seq.issued)))
         return count
 
     def _admit(self, budget: int, work: list[Work], entries: list[Entry], prefilling: list[Sequence]) -> None:
-        """Waiting sequences enter in order while they fit; nobody overtakes the head of the queue."""
-        while budget and self.waiting and self._rows:
-            seq = self.waiting[0]
-            if not may_start(seq, self.cache, self.policy, prefilling):
+        """Waiting sequences enter in order while they fit. Nobody overtakes the head of the queue, except one that waits
+        for a checkpoint that a running sequence is about to reach."""
+        at = 0
+        while budget and at < len(self.waiting) and self._rows:
+            seq = self.waiting[at]
+            match = self.cache.match(seq)
+            if self.joins.awaits(seq, match):
+                at += 1
+                continue
+            if not may_start(seq, match, self.cache, self.policy, prefilling):
                 break
-            count = self.policy.chunk(seq, budget)
-            if not self.cache.admit(seq, count):
+            entered = self._enter(seq, match, budget)
+            if entered is None and not self.running:
+                entered = self._enter(seq, NOTHING, budget)  # what it would reuse is in the way of the rest of it
+            if entered is None:
                 break
-            self.waiting.pop(0)
-            seq.row = heapq.heappop(self._rows)
-            request = seq.request
-            entries.append(
-                Entry(seq.row, seq.id, seq.epoch, len(request.prompt), request.params, request.stop_token_ids, ())
-            )
-            work.append(self._issue(seq, count))
+            entry, first = entered
+            entries.append(entry)
+            work.append(first)
+            self.cache.publish(seq)
             prefilling.append(seq)
-            budget -= count
+            budget -= first.length
 
-    def _issue(self, seq: Sequence, count: int) -> Work:
+    def _enter(self, seq: Sequence, match: Match, budget: int) -> tuple[Entry, Work] | None:
+        """Admit ``seq`` from the queue with its first work, or change nothing."""
+        marks = self.joins.marks(seq, match)
+        start = match.position
+        count = min(self.policy.chunk(seq, budget), seq.known - start)
+        if marks:
+            count = min(count, marks[0] - start)
+        if not self.cache.admit(seq, match, start + count, self.joins.wanted_after(seq, match)):
+            return None
+        self._dequeue(seq)
+        seq.row = heapq.heappop(self._rows)
+        self.joins.watch(seq, marks)
+        return self._entry(seq, tuple(seq.tokens[:start])), self._issue(seq, count, 0)
+
+    def _branch(self, entries: list[Entry]) -> None:
+        """Samples of a prompt branch off in the step that computes its end; those that find no room queue up, and will
+        find the prompt cached."""
+        for seq in list(self.leading.values()):
+            if seq.id not in self.running or seq.issued < len(seq.tokens):
+                continue
+            followers = seq.followers
+            self._lead(seq, [])
+            for child in followers:
+                if not self._rows or not self.cache.fork(seq, child, defer=True):
+                    self._enqueue(child)
+                    continue
+                child.row = heapq.heappop(self._rows)
+                child.pending, child.reused = 1, seq.reused
+                entries.append(self._entry(child, tuple(child.tokens), seq.row))
+
+    def _entry(self, seq: Sequence, reused: tuple[int, ...], source: int = -1) -> Entry:
+        request = seq.request
+        prompt = len(request.prompt)
+        return Entry(seq.row, seq.id, seq.epoch, prompt, request.params, request.stop_token_ids, reused, source)
+
+    def _issue(self, seq: Sequence, count: int, had: int) -> Work:
+        """Issue ``count`` tokens; the runner knows the first ``had`` blocks of the table."""
         start, end = seq.issued, seq.issued + count
-        had = self.spec.blocks_for(start)
         sample = end == seq.known
-        work = Work(
-            seq.row,
-            seq.id,
-            seq.epoch,
-            start,
-            count,
-            tuple(seq.tokens[start:end]),
-            tuple(seq.table[had:]),
-            seq.slot,
-            sample,
-        )
+        tokens, gained = tuple(seq.tokens[start:end]), tuple(seq.table[had:])
+        work = Work(seq.row, seq.id, seq.epoch, start, count, tokens, gained, seq.slot, sample)
         seq.issued = end
         seq.pending += sample
         return work
@@ -205,19 +278,36 @@ class Scheduler:
         """Extend the table of ``seq``, preempting others if need be; False if it had to give way itself."""
         while not self.cache.extend(seq, length):
             victim = self.policy.victim(self.running.values())
-            self._retire(victim)
+            # Its blocks and state are worth keeping where they are; with a step under way nobody knows what they hold.
+            self._retire(victim, keep=victim.committed == victim.issued)
             victim.reset()
-            insort(self.waiting, victim, key=self.policy.order)
+            self._enqueue(victim)
             preempted.append(victim.id)
             self.preemptions += 1
             if victim is seq:
                 return False
         return True
 
-    def _retire(self, seq: Sequence) -> None:
-        self.cache.release(seq)
+    def _retire(self, seq: Sequence, keep: bool = True) -> None:
+        self.joins.unwatch(seq)
+        self.cache.release(seq, keep)
         heapq.heappush(self._rows, seq.row)
         seq.row = NO_ROW
+
+    def _lead(self, seq: Sequence, followers: list[Sequence]) -> None:
+        seq.followers = followers
+        if followers:
+            self.leading[seq.id] = seq
+        else:
+            self.leading.pop(seq.id, None)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=self.policy.order)
+        self.joins.expect(seq)
+
+    def _dequeue(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.joins.forget(seq)
 
     def _seal(self, work: list[Work], entries: list[Entry], preempted: list[int]) -> StepPlan:
         """Freeze the step. Blocks may have moved after a table was read: what is gained is read again, the rest of
@@ -232,7 +322,7 @@ class Scheduler:
                         rewrites.append(Rewrite(seq.row, index, page))
         plan = StepPlan(self.step, tuple(work), tuple(entries), tuple(cache.copies), tuple(rewrites), tuple(preempted))
         self.step += 1
-        cache.copies, cache.moved = [], set()
+        cache.copies, cache.deferred, cache.moved, cache.fresh = cache.deferred, [], set(), set()
         return plan
 
     def _gained(self, work: Work) -> list[int]:

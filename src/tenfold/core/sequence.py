@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from tenfold.core.prefix import root
 from tenfold.core.types import Request
 
 NO_SLOT = -1
@@ -18,6 +19,11 @@ class Sequence:
     Positions below ``issued`` were handed to the device, those below ``committed`` came back. ``pending`` tokens are
     being sampled and not known here yet. Preemption resets the counters and raises ``epoch``: outcomes of an older
     epoch are void. ``table`` maps block index to page and covers exactly the issued positions.
+
+    ``keys`` name the full blocks of its tokens, the first ``published`` of which others may share. ``reused`` tokens were
+    found in the cache on first admission. ``marks`` are positions ahead at which its state is worth a checkpoint.
+    ``shared_tail`` says that the block it writes next may belong to others too. ``followers`` are further samples of the
+    same prompt, which branch off when it is computed.
     """
 
     request: Request
@@ -31,11 +37,24 @@ class Sequence:
     row: int = NO_ROW
     slot: int = NO_SLOT
     table: list[int] = field(default_factory=list)
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    reused: int = 0
+    shared_tail: bool = False
+    marks: list[int] = field(default_factory=list)
+    followers: list[Sequence] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
         prompt = len(request.prompt)
-        return cls(request, array("q", request.prompt), prompt + request.max_tokens, prompt + request.params.min_tokens)
+        return cls(
+            request,
+            array("q", request.prompt),
+            prompt + request.max_tokens,
+            prompt + request.params.min_tokens,
+            root=root(request.cache_salt),
+        )
 
     @property
     def id(self) -> int:
@@ -53,5 +72,6 @@ class Sequence:
 
     def reset(self) -> None:
         """Forget everything computed: the tokens stay, and the next epoch computes them again."""
-        self.committed = self.issued = self.pending = 0
+        self.committed = self.issued = self.pending = self.published = 0
+        self.marks = []
         self.epoch += 1

@@ -61,6 +61,8 @@ class ModelSpec:
     layers: tuple[AttentionLayer | RecurrentLayer, ...]
     element_bytes: int = 2
     max_context: int = 0
+    attention_cost: float = 0.0
+    """Operations of attention per token and position before it, over those of all else per token."""
 
     @property
     def attention(self) -> tuple[AttentionLayer, ...]:
@@ -126,7 +128,24 @@ class ModelSpec:
             layers=tuple(layers),
             element_bytes=element_bytes,
             max_context=int(text.get("max_position_embeddings") or 0),
+            attention_cost=_attention_cost(text, kinds, attention, heads, recurrent),
         )
+
+
+def _attention_cost(
+    text: Mapping[str, Any], kinds: list[str], attention: AttentionLayer, heads: int, recurrent: RecurrentLayer | None
+) -> float:
+    """From the weights of every layer (two operations each) and 4 x heads x head_dim operations per position attended."""
+    hidden = int(text.get("hidden_size") or 0)
+    mlp = 3 * hidden * int(text.get("intermediate_size") or 0)
+    dense = hidden * 2 * (heads + attention.kv_heads) * attention.head_dim
+    linear = 0
+    if recurrent is not None:
+        values = recurrent.value_heads * recurrent.value_dim
+        linear = hidden * (recurrent.convolution_channels + 2 * values) + 3 * recurrent.state_elements
+    full = kinds.count("full_attention")
+    weights = len(kinds) * mlp + full * dense + (len(kinds) - full) * linear
+    return full * 4 * heads * attention.head_dim / (2 * weights) if weights else 0.0
 
 
 def _layer_kinds(text: Mapping[str, Any], count: int) -> list[str]:
@@ -145,13 +164,15 @@ def _layer_kinds(text: Mapping[str, Any], count: int) -> list[str]:
 class CacheSpec:
     """An arena of ``num_pages`` equal pages: a block is one page, a state slot ``slot_pages`` consecutive ones.
 
-    ``page_bytes`` is the size of a page, which the core itself never needs: it decides in pages.
+    ``page_bytes`` is the size of a page, which the core itself never needs: it decides in pages. Compute is counted in
+    tokens without context: a token at position ``p`` costs ``1 + attention_cost * p``.
     """
 
     block_size: int
     num_pages: int
     slot_pages: int = 0
     page_bytes: int = 0
+    attention_cost: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_pages < 1 or self.slot_pages < 0:
@@ -173,7 +194,7 @@ class CacheSpec:
                 f"an arena of {pool_bytes:,} bytes is too small for {model.name}: one block and one state slot "
                 f"take {(slot_pages + 1) * page_bytes:,} bytes"
             )
-        return cls(block_size, spec_pages, slot_pages, page_bytes)
+        return cls(block_size, spec_pages, slot_pages, page_bytes, model.attention_cost)
 
     @property
     def num_slots(self) -> int:
@@ -184,6 +205,16 @@ class CacheSpec:
     def max_length(self) -> int:
         """Tokens of the longest sequence that fits when it is alone."""
         return (self.num_pages - self.slot_pages) * self.block_size
+
+    def cost(self, start: int, end: int) -> float:
+        """Compute of tokens ``start`` to ``end``, in tokens without context."""
+        return (end - start) * (1 + self.attention_cost * (start + end) / 2)
+
+    @property
+    def block_value(self) -> float:
+        """What a cached block saves per page: at least its tokens, whatever its position. Blocks that carry others must
+        not be worth less than those, so position does not count."""
+        return float(self.block_size)
 
     def blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)

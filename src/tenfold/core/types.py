@@ -148,9 +148,11 @@ class Request:
 
 
 class TokenEvent(NamedTuple):
-    """One token of one sequence came back; ``finish_reason`` is set on the last one."""
+    """One token of one sequence came back; ``finish_reason`` is set on the last one. ``reused`` is how many tokens of its
+    prompt were found in the cache."""
 
     sequence: int
     token: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None
+    reused: int = 0
