@@ -13,7 +13,7 @@ from support import recurrence
 from tenfold.core import AttentionLayer, CacheSpec, ModelSpec, RecurrentLayer
 from tenfold.runtime.kernels import delta_rule
 from tenfold.runtime.kernels.convolution import Windows, convolve
-from tenfold.runtime.kernels.delta_rule import Chunks, Inputs, Split, chunked, gated_delta_rule, step
+from tenfold.runtime.kernels.delta_rule import Chunks, Inputs, Piece, Split, chunked, gated_delta_rule, step
 from tenfold.runtime.memory import ArenaMemory
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_steps_of_mixed_lengths(seed: int) -> None:
     before = torch.randn(len(lengths), *states.shape[1:])
     states[torch.from_numpy(places)] = before
     inputs = random_inputs(layer, int(bounds[-1]), rng)
-    output = gated_delta_rule(inputs, states, Split.of(bounds, places, CPU))
+    output = gated_delta_rule(inputs, states, Split.of(bounds, places, states))
     for i, place in enumerate(places):
         begin, end = bounds[i : i + 2]
         expected, after = recurrence.delta_rule(*(x[begin:end] for x in inputs), before[i])
@@ -98,9 +98,10 @@ def test_many_steps_are_one_chunked_call(group: int, scattered: bool, monkeypatc
     memory.states[0][:] = torch.randn(memory.states[0].shape[1:])
     by_chunks = chunked(inputs, memory.states[0], Chunks.of(lengths, chunk_places, CPU))
     monkeypatch.setattr(delta_rule, "PIECE_BYTES", 2 * memory.states[0][0].nbytes)
-    places = torch.from_numpy(step_places) if scattered else range(1, 4)
+    pieces = Piece.cut(step_places, memory.states[0])
+    assert [type(piece.places) for piece in pieces] == ([torch.Tensor, slice] if scattered else [slice, slice])
     by_steps = torch.stack(
-        [step(inputs.at(torch.tensor([t, 150 + t, 300 + t])), memory.states[0], places) for t in range(150)], dim=1
+        [step(inputs.at(torch.tensor([t, 150 + t, 300 + t])), memory.states[0], pieces) for t in range(150)], dim=1
     )
     torch.testing.assert_close(by_steps.flatten(0, 1), by_chunks, rtol=1e-4, atol=1e-5)
     for chunk_place, step_place in zip(chunk_places, step_places, strict=True):
@@ -174,7 +175,7 @@ def test_narrow_inputs_keep_wide_states() -> None:
     states[:3] = 0
     inputs = random_inputs(layer, 71, random.Random(1))
     inputs = Inputs(*(x.bfloat16() for x in inputs))._replace(decay=inputs.decay)
-    output = gated_delta_rule(inputs, states, Split.of(np.array([0, 70, 71]), np.array([2, 0]), CPU))
+    output = gated_delta_rule(inputs, states, Split.of(np.array([0, 70, 71]), np.array([2, 0]), states))
     assert output.dtype == torch.bfloat16
     for begin, end, place in ((0, 70, 2), (70, 71, 0)):
         expected, after = recurrence.delta_rule(*(x[begin:end] for x in inputs), torch.zeros(states.shape[1:]))

@@ -28,7 +28,6 @@ class Case(NamedTuple):
     spec: CacheSpec
     prompts: list[list[int]]
     expected: list[list[int]]
-    """What the engine generates for each prompt alone, which ``test_alone`` holds against transformers."""
 
 
 @pytest.fixture(scope="module", params=sorted(HYBRIDS))
@@ -38,6 +37,10 @@ def case(request, tmp_path_factory) -> Case:
     prompts = [[rng.randrange(3, 211) for _ in range(rng.randint(*lengths))] for lengths in LENGTHS]
     llm = poisoned(folder)
     expected = [texts(llm, [prompt])[0] for prompt in prompts]
+    model = load_reference(folder)
+    for prompt, text in zip(prompts, expected, strict=True):
+        assert text == most_likely(model, prompt, text)
+        assert len(set(text)) > 20, "a text that repeats itself shows little"
     return Case(folder, llm.engine.scheduler.spec, prompts, expected)
 
 
@@ -57,11 +60,12 @@ def assert_empty(llm: LLM) -> None:
     assert stats["blocks"]["free"] == stats["pages"] and stats["state_slots"]["taken"] == 0
 
 
-def test_alone(case) -> None:
-    model = load_reference(case.folder)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_alone(case, depth: int) -> None:
+    llm = poisoned(case.folder, depth=depth)
     for prompt, text in zip(case.prompts, case.expected, strict=True):
-        assert text == most_likely(model, prompt, text)
-        assert len(set(text)) > 20, "a text that repeats itself shows little"
+        assert texts(llm, [prompt]) == [text]
+    assert_empty(llm)
 
 
 @pytest.mark.parametrize(("budget", "depth"), [(1, 1), (7, 3), (16, 1), (64, 2), (4096, 1), (4096, 3)])

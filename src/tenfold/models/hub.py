@@ -113,11 +113,11 @@ def cached_models() -> list[ModelEntry]:
 
 
 def _hub_models() -> list[ModelEntry]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     entries = []

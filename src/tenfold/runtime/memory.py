@@ -69,8 +69,9 @@ class ArenaMemory:
             self.states.append(view(torch.float32, matrix, first))
             first += FLOAT32_BYTES * recurrent.state_elements
         for recurrent in model.recurrent:
-            tail = (recurrent.convolution_channels, recurrent.convolution_width - 1)
-            self.tails.append(view(dtype, tail, first))
+            # Channels innermost, as they come out of the projection.
+            tail = (recurrent.convolution_width - 1, recurrent.convolution_channels)
+            self.tails.append(view(dtype, tail, first).mT)
             first += dtype.itemsize * recurrent.convolution_elements
 
     def places(self, slots: np.ndarray) -> np.ndarray:

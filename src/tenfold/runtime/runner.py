@@ -49,7 +49,7 @@ class ForwardStep:
 
     @cached_property
     def _split(self) -> Split:
-        return Split.of(self._batch.bounds, self._places, self.token_ids.device)
+        return Split.of(self._batch.bounds, self._places, self._memory.states[0])
 
     @cached_property
     def _places(self) -> np.ndarray:

@@ -44,9 +44,9 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, windows: Windows) -> Tens
     reach = weight.shape[1] - 1
     column = x.new_empty(len(x) + windows.before.numel(), x.shape[1])
     column[windows.inputs] = x
-    column[windows.before] = tails[windows.places].transpose(1, 2)
-    tails[windows.places] = column[windows.after].transpose(1, 2)
-    column, taps = column.float(), weight.float().T
+    column[windows.before] = tails.mT[windows.places]
+    tails.mT[windows.places] = column[windows.after]
+    column, taps = column.float(), weight.float().T.contiguous()
     # Windows that span two sequences are computed too: cheaper than gathering, and no token's result is among them.
     count = len(column) - reach
     mixed = column[:count] * taps[0]

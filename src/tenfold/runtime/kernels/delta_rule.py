@@ -82,79 +82,93 @@ class Chunks:
         return cls(torch.from_numpy(cells).to(device), torch.from_numpy(places[order]).to(device), rounds, size)
 
 
+class Piece(NamedTuple):
+    """Some of the sequences with one token: ``tokens`` counts them, ``places`` says where their states are.
+
+    ``places`` is a slice where the slots are neighbours: then their states are a view, and nothing is gathered.
+    """
+
+    tokens: slice
+    places: Tensor | slice
+
+    @classmethod
+    def cut(cls, places: np.ndarray, states: Tensor) -> list[Piece]:
+        """Cut sequences with states at ``places``, ascending, into pieces that suit the device of ``states``."""
+        count = max(1, len(places))
+        if states.device.type == "cpu":
+            count = max(1, PIECE_BYTES // (states.element_size() * states[0].numel()))
+        pieces = []
+        for begin in range(0, len(places), count):
+            part = places[begin : begin + count]
+            first, last = int(part[0]), int(part[-1])
+            neighbours = last - first == len(part) - 1
+            where = slice(first, last + 1) if neighbours else torch.from_numpy(part).to(states.device)
+            pieces.append(cls(slice(begin, begin + count), where))
+        return pieces
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """The tokens of a step by the form that computes them.
 
-    ``single`` int64 are those that are their sequence's only one, in the order of ``places``; ``several`` int64 all
-    others, laid out by ``chunks``. ``places`` ascend, as a range where the slots are neighbours: then they are views.
+    ``single`` int64 are those that are their sequence's only one, cut into ``pieces``; ``several`` int64 all others,
+    laid out by ``chunks``.
     """
 
     single: Tensor
-    places: Tensor | range
+    pieces: list[Piece]
     several: Tensor
     chunks: Chunks | None
 
     @classmethod
-    def of(cls, bounds: np.ndarray, places: np.ndarray, device: torch.device) -> Split:
-        """Split sequences whose tokens are ``bounds[b]`` to ``bounds[b + 1]``, with their states at ``places``."""
+    def of(cls, bounds: np.ndarray, places: np.ndarray, states: Tensor) -> Split:
+        """Split sequences whose tokens are ``bounds[b]`` to ``bounds[b + 1]``; ``places`` says where in ``states``."""
+        device = states.device
         lengths = np.diff(bounds)
-        ones = np.flatnonzero(lengths == 1)
-        ones = ones[np.argsort(places[ones])]
-        several = np.flatnonzero(np.repeat(lengths > 1, lengths))
         long = lengths > 1
+        ones = np.flatnonzero(~long)
+        ones = ones[np.argsort(places[ones])]
+        several = np.flatnonzero(np.repeat(long, lengths))
         return cls(
             torch.from_numpy(bounds[ones]).to(device),
-            _neighbours(places[ones], device),
+            Piece.cut(places[ones], states),
             torch.from_numpy(several).to(device),
             Chunks.of(lengths[long], places[long], device) if len(several) else None,
         )
-
-
-def _neighbours(places: np.ndarray, device: torch.device) -> Tensor | range:
-    """Ascending ``places`` as a range where they are consecutive, else as a tensor."""
-    if len(places) and places[-1] - places[0] == len(places) - 1:
-        return range(int(places[0]), int(places[-1]) + 1)
-    return torch.from_numpy(places).to(device)
 
 
 def gated_delta_rule(inputs: Inputs, states: Tensor, split: Split) -> Tensor:
     """Apply the rule to every token of a step in the form that suits it. Returns a tensor like ``inputs.value``."""
     value = inputs.value
     output = value.new_empty(value.shape)
-    if len(split.single):
-        output[split.single] = step(inputs.at(split.single), states, split.places).to(value.dtype)
+    if split.pieces:
+        output[split.single] = step(inputs.at(split.single), states, split.pieces).to(value.dtype)
     if split.chunks is not None:
         output[split.several] = chunked(inputs.at(split.several), states, split.chunks).to(value.dtype)
     return output
 
 
-def step(inputs: Inputs, states: Tensor, places: Tensor | range) -> Tensor:
-    """One token of each sequence whose state is at ``places``, in that order."""
+def step(inputs: Inputs, states: Tensor, pieces: list[Piece]) -> Tensor:
+    """One token of each sequence of ``pieces``."""
     output = torch.empty(inputs.value.shape, device=states.device)
-    count = len(output)
-    if states.device.type == "cpu":
-        count = max(1, PIECE_BYTES // (states.element_size() * states[0].numel()))
-    for begin in range(0, len(output), count):
-        piece = slice(begin, begin + count)
-        output[piece] = _step(inputs.at(piece), states, places[piece])
+    for tokens, places in pieces:
+        output[tokens] = _step(inputs.at(tokens), states, places)
     return output
 
 
-def _step(inputs: Inputs, states: Tensor, places: Tensor | range) -> Tensor:
+def _step(inputs: Inputs, states: Tensor, places: Tensor | slice) -> Tensor:
     """States are what takes the time: they are read once into decayed copies, which are read once for key and query
     together, and written once. For that, the output is taken from the old state: ``q S' = q S + (q k) u``."""
     query, key = (_unit(x).repeat_interleave(inputs.group, dim=1) for x in (inputs.query, inputs.key))
     query = query / math.sqrt(query.shape[-1])
-    where = slice(places.start, places.stop) if isinstance(places, range) else places
-    decayed = states[where] * inputs.decay.float().exp()[..., None, None]
+    decayed = states[places] * inputs.decay.float().exp()[..., None, None]
     read = torch.stack((key, query), dim=2) @ decayed
     written = (inputs.value.float() - read[:, :, 0]) * inputs.beta.float()[..., None]
     outer = key[..., None], written[:, :, None]
-    if isinstance(where, slice):
-        torch.addcmul(decayed, *outer, out=states[where])
+    if isinstance(places, slice):
+        torch.addcmul(decayed, *outer, out=states[places])
     else:
-        states[where] = decayed.addcmul_(*outer)
+        states[places] = decayed.addcmul_(*outer)
     return read[:, :, 1] + (query * key).sum(-1, keepdim=True) * written
 
 
