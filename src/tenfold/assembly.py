@@ -35,6 +35,7 @@ def assemble(
     max_sequences: int = 256,
     max_queue: int | None = None,
     depth: int = 1,
+    prefix_caching: bool = True,
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -49,6 +50,7 @@ def assemble(
         max_sequences: sequences that run at once at most.
         max_queue: sequences that may wait at once; None is unbounded.
         depth: steps under way at once, 1 to 3.
+        prefix_caching: whether prompts may reuse what earlier ones left in the arena.
         progress: whether to draw progress bars on standard error.
 
     Raises:
@@ -66,7 +68,7 @@ def assemble(
     loaded = load_model(model, dtype=dtype, device=target, progress=progress)
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
     spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
-    scheduler = Scheduler(spec, max_batch_tokens, max_sequences)
+    scheduler = Scheduler(spec, max_batch_tokens, max_sequences, prefix_caching=prefix_caching)
     max_context = min(loaded.max_context, spec.max_length + 1)
     runner = TorchRunner(
         loaded.model,

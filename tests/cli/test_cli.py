@@ -150,7 +150,7 @@ def conversation() -> Iterator[Conversation]:
     engine, _ = make_engine()
     made = Conversation(engine, ByteTokenizer(), SamplingParams(max_tokens=None), "be nice")
     yield made
-    assert engine.scheduler.cache.arena.free == engine.scheduler.spec.num_pages
+    assert engine.scheduler.cache.available == engine.scheduler.spec.num_pages
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, conversation: Conversation, *lines: str | type[BaseException]) -> None:

@@ -26,7 +26,7 @@ class Serving:
     """A scheduler and a runner, one step at a time."""
 
     def __init__(self, spec: CacheSpec, budget: int = 64, rows: int = 8) -> None:
-        self.scheduler = Scheduler(spec, budget, rows)
+        self.scheduler = Scheduler(spec, budget, rows, prefix_caching=False)
         self.runner = HashRunner(spec, self.scheduler.max_sequences)
         self.text: dict[int, list[int]] = {}
 

@@ -36,7 +36,7 @@ class Serving:
     """A scheduler and a runner with up to ``depth`` steps under way, checked after every event."""
 
     def __init__(self, spec: CacheSpec, budget: int, rows: int = 8, depth: int = 1) -> None:
-        self.scheduler = Scheduler(spec, budget, rows)
+        self.scheduler = Scheduler(spec, budget, rows, prefix_caching=False)
         self.runner = HashRunner(spec, self.scheduler.max_sequences)
         self.depth = depth
         self.text: dict[int, list[int]] = {}

@@ -24,9 +24,11 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=20).map(tuple)
 
 
 class Serving(RuleBasedStateMachine):
-    @initialize(spec=SPECS, budget=st.integers(1, 24), rows=st.integers(1, 8), depth=st.integers(1, 3))
-    def start(self, spec: CacheSpec, budget: int, rows: int, depth: int) -> None:
-        self.scheduler = Scheduler(spec, budget, rows)
+    @initialize(
+        spec=SPECS, budget=st.integers(1, 24), rows=st.integers(1, 8), depth=st.integers(1, 3), reuse=st.booleans()
+    )
+    def start(self, spec: CacheSpec, budget: int, rows: int, depth: int, reuse: bool) -> None:
+        self.scheduler = Scheduler(spec, budget, rows, prefix_caching=reuse)
         self.runner = HashRunner(spec, self.scheduler.max_sequences)
         self.depth = depth
         self.requests: dict[int, Request] = {}
@@ -52,6 +54,28 @@ class Serving(RuleBasedStateMachine):
             return
         self.scheduler.submit(request)
         self.requests[request.id], self.text[request.id] = request, []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), more=PROMPTS, max_tokens=st.integers(1, 12), samples=st.integers(1, 3))
+    def continue_earlier(self, data: st.DataObject, more: tuple[int, ...], max_tokens: int, samples: int) -> None:
+        """Prompts that share a beginning with what an earlier sequence saw and wrote, several samples of each."""
+        earlier = data.draw(st.sampled_from(sorted(self.requests)))
+        history = self.requests[earlier].prompt + tuple(self.text[earlier])
+        shared = history[: data.draw(st.integers(1, len(history)))]
+        prompt = shared + more[: data.draw(st.integers(0, len(more)))]
+        breakpoints = tuple(data.draw(st.lists(st.integers(0, len(prompt)), max_size=2)))
+        salt = data.draw(st.sampled_from(["", "tenant"]))
+        if self.scheduler.spec.pages_for(len(prompt) + max_tokens - 1) > self.scheduler.spec.num_pages:
+            return
+        params = SamplingParams(max_tokens=max_tokens)
+        requests = [
+            Request(self.next_id + i, prompt, max_tokens, params, cache_salt=salt, breakpoints=breakpoints)
+            for i in range(samples)
+        ]
+        self.next_id += samples
+        self.scheduler.submit(*requests)
+        for request in requests:
+            self.requests[request.id], self.text[request.id] = request, []
 
     @precondition(lambda self: self.scheduler.live)
     @rule(data=st.data())
@@ -105,7 +129,7 @@ class Serving(RuleBasedStateMachine):
                 self.commit()
             check(self.scheduler)
         assert not self.scheduler.live, "everything ends"
-        assert self.scheduler.cache.arena.free == self.scheduler.spec.num_pages, "the arena is empty"
+        assert self.scheduler.cache.available == self.scheduler.spec.num_pages, "nobody holds a page"
         assert self.finished | self.cancelled == set(self.requests)
         for i, request in self.requests.items():
             expected = reference(request, bool(self.scheduler.spec.slot_pages))
@@ -166,6 +190,6 @@ def test_decisions_do_not_depend_on_what_the_tokens_are(spec, prompts, budget, d
             for plan in plans
         ]
 
-    hashed = run(HashRunner(spec, min(4, budget)), Scheduler(spec, budget, 4), requests, depth)
-    blind = run(TokenlessRunner(), Scheduler(spec, budget, 4), requests, depth)
+    hashed = run(HashRunner(spec, min(4, budget)), Scheduler(spec, budget, 4, prefix_caching=False), requests, depth)
+    blind = run(TokenlessRunner(), Scheduler(spec, budget, 4, prefix_caching=False), requests, depth)
     assert shape(hashed) == shape(blind)

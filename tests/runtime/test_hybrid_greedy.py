@@ -57,7 +57,7 @@ def texts(llm: LLM, prompts: list[list[int]], params=GREEDY) -> list[list[int]]:
 
 def assert_empty(llm: LLM) -> None:
     stats = llm.stats()
-    assert stats["blocks"]["free"] == stats["pages"] and stats["state_slots"]["taken"] == 0
+    assert stats["blocks"]["referenced"] == 0 and stats["state_slots"]["taken"] == 0
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -33,9 +33,9 @@ def test_names_and_numbers() -> None:
     assert values["tenfold_requests_total", "cancelled"] == 0
     assert values["tenfold_tokens_total", "prompt"] == 3 * 8 + 2
     assert values["tenfold_tokens_total", "output"] >= 3 * 4 + 3
-    assert values["tenfold_blocks", "free"] == 4096
+    assert values["tenfold_blocks", "free"] + values["tenfold_blocks", "cached"] == 4096
     assert {key[1] for key in values if key[0] == "tenfold_blocks"} == {"free", "referenced", "cached"}
-    assert {key[1] for key in values if key[0] == "tenfold_state_slots"} == {"free", "taken"}
+    assert {key[1] for key in values if key[0] == "tenfold_state_slots"} == {"free", "taken", "checkpoint"}
     assert {key[1] for key in values if key[0] == "tenfold_allocation_failures_total"} == {"blocks", "slots"}
     assert values["tenfold_time_to_first_token_seconds_count",] == 4
     assert values["tenfold_time_to_first_token_seconds_bucket", "+Inf"] == 4

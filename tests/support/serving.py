@@ -38,7 +38,7 @@ class ScriptedRunner:
     def submit(self, plan: StepPlan) -> None:
         for entry in plan.entries:
             self.entries[entry.row] = entry
-            self.prompts[entry.row] = bytearray()
+            self.prompts[entry.row] = bytearray(token for token in entry.reused if token < 256)
         tokens, logprobs = [], []
         for work in plan.work:
             entry, prompt = self.entries[work.row], self.prompts[work.row]
@@ -46,6 +46,11 @@ class ScriptedRunner:
             prompt += bytes(token for token in work.tokens[:left] if token < 256)
             if work.sample:
                 token = self.next_token(bytes(prompt), work.start + work.length - entry.prompt_length)
+                tokens.append(token)
+                logprobs.append(self.logprobs(token, entry.params.logprobs))
+        for entry in plan.entries:
+            if entry.source >= 0:
+                token = self.next_token(bytes(self.prompts[entry.row]), 0)
                 tokens.append(token)
                 logprobs.append(self.logprobs(token, entry.params.logprobs))
         wanted = any(values is not None for values in logprobs)
@@ -134,7 +139,7 @@ def serving(settings: ServerSettings | None = None, tokenizer: Any = None, **opt
     try:
         yield live
         live.wait_until(lambda stats: stats["requests_running"] == stats["requests_waiting"] == 0)
-        assert live.stats["blocks"]["free"] == live.stats["pages"], "everything is given back"
+        assert live.stats["blocks"]["referenced"] == 0, "everything is given back"
     finally:
         server.should_exit = True
         thread.join(timeout=10)

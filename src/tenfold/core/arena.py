@@ -22,8 +22,8 @@ CACHED = -2
 class Arena:
     """Bookkeeping of pages. Callers check ``free`` first: the methods themselves never fail half-way.
 
-    ``owners[page]`` is the number of references to the block in that page, or ``FREE``, ``CACHED`` or ``SLOT``; ``free``
-    and ``cached`` count the pages in those states.
+    ``owners[page]`` is the number of references to the block in that page, or ``FREE``, ``CACHED`` or ``SLOT``;
+    ``free`` and ``cached`` count the pages in those states.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -38,6 +38,13 @@ class Arena:
     @property
     def slots_taken(self) -> int:
         return self.spec.num_slots - len(self._free_slots)
+
+    @property
+    def slots_free(self) -> int:
+        """Slots that could be taken now: limited by the grid and by the free pages that blocks leave."""
+        if not self.spec.slot_pages:
+            return 0
+        return min(len(self._free_slots), self.free // self.spec.slot_pages)
 
     def take_block(self) -> int:
         """The lowest free page, now a block with one reference. Needs ``free >= 1``."""

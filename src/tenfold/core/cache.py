@@ -4,9 +4,9 @@
     table      [ block ][ block ][ block ][ ..tail ]           covers exactly the issued tokens
                                            ^ waste is at most one tail
 
-A sequence that holds memory is a *holder*: it has a block table and, on hybrid models, one state slot. What nobody holds
-any more but may be wanted again is *cached*: blocks by content, states as checkpoints. Cached things are what is taken
-first when a holder needs pages.
+A sequence that holds memory is a *holder*: it has a block table and, on hybrid models, one state slot. What nobody
+holds any more but may be wanted again is *cached*: blocks by content, states as checkpoints. Cached things are what
+is taken first when a holder needs pages.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NOTHING = Match(0, 0, None)
 class Cache:
     """Blocks and slots of every running sequence, and what is kept of past ones.
 
-    ``copies`` collects what the next plan has to execute before its work, in order, and ``deferred`` what the plan after
-    it has to; ``moved`` the pages whose owners' tables changed; ``fresh`` the names given while the plan is being made.
-    The scheduler takes them when it seals a plan.
+    ``copies`` collects what the next plan has to execute before its work, in order, and ``deferred`` what the plan
+    after it has to; ``moved`` the pages whose owners' tables changed; ``fresh`` the names given while the plan is
+    being made. The scheduler takes them when it seals a plan.
 
     Args:
         spec: the arena.
@@ -73,7 +73,8 @@ class Cache:
     # Matching
 
     def match(self, seq: Sequence) -> Match:
-        """The longest prefix at hand on which every kind of layer agrees, at most one token short of the tokens. Pure."""
+        """The longest prefix at hand on which every kind of layer agrees, at most one token short of the tokens.
+        Pure."""
         if not self.reuse:
             return NOTHING
         self.name(seq)
@@ -108,8 +109,8 @@ class Cache:
     def admit(self, seq: Sequence, match: Match, length: int, wanted: bool = False) -> bool:
         """Give ``seq`` its shared prefix, a state slot and the blocks for its first ``length`` tokens.
 
-        The state of a checkpoint is copied into the slot, or the checkpoint's own slot is taken over: when it is the end
-        of a past sequence and nobody else waits for it (``wanted``), or when there is no room for a copy.
+        The state of a checkpoint is copied into the slot, or the checkpoint's own slot is taken over: when it is the
+        end of a past sequence and nobody else waits for it (``wanted``), or when there is no room for a copy.
         """
         checkpoint = match.checkpoint
         if checkpoint is not None:
@@ -182,7 +183,8 @@ class Cache:
         return True
 
     def release(self, seq: Sequence, keep: bool = True) -> None:
-        """Take back all that ``seq`` holds. With ``keep``, its blocks stay cached and its state becomes a checkpoint."""
+        """Take back all that ``seq`` holds. With ``keep``, its blocks stay cached and its state becomes a
+        checkpoint."""
         if self.reuse and keep and seq.issued <= len(seq.tokens):
             self.publish(seq)
             if seq.slot != NO_SLOT and seq.issued:
@@ -237,6 +239,7 @@ class Cache:
             if state == CACHED:
                 self.arena.drop_block(page)
         self.index = PrefixIndex(self.spec)
+        self.copies, self.deferred = [], []
 
     # Details of admission
 
@@ -261,7 +264,8 @@ class Cache:
             self.index.touch(checkpoint)
 
     def _own_tail(self, seq: Sequence, match: Match) -> None:
-        """The last matched block is written next if it is not full: take a copy, or the block itself if nobody minds."""
+        """The last matched block is written next if it is not full: take a copy, or the block itself if nobody
+        minds."""
         fill = match.position % self.spec.block_size
         if not fill:
             return

@@ -1,7 +1,8 @@
 """Requests that share a prefix on a hybrid model: where states are worth a checkpoint, and who waits for one.
 
-A state cannot be rewound, so whoever computes a shared prefix has to stop where the others branch off, save its state, and
-let them continue from there. Dense models need none of this: a block can be read in the very step that writes it.
+A state cannot be rewound, so whoever computes a shared prefix has to stop where the others branch off, save its
+state, and let them continue from there. Dense models need none of this: a block can be read in the very step that
+writes it.
 """
 
 from __future__ import annotations

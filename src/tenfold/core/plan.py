@@ -29,8 +29,8 @@ class Copy(NamedTuple):
 class Entry(NamedTuple):
     """A sequence takes a row. ``reused`` are the tokens before its first work, whose state is already in the cache.
 
-    With ``source`` (a row, else -1) it branches off a sequence that this step computes: its table is that row's, and its
-    first token is sampled from that row's logits, after the samples of all work and in the order of entries.
+    With ``source`` (a row, else -1) it branches off a sequence that this step computes: its table is that row's, and
+    its first token is sampled from that row's logits, after the samples of all work and in the order of entries.
     """
 
     row: int
@@ -93,8 +93,8 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """``tokens`` holds one sampled token for each work with ``sample`` set, in plan order, then one for each entry with a
-    ``source``; ``logprobs`` likewise.
+    """``tokens`` holds one sampled token for each work with ``sample`` set, in plan order, then one for each entry
+    with a ``source``; ``logprobs`` likewise.
 
     ``seconds`` is what the step took on the device.
     """

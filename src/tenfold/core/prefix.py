@@ -1,9 +1,10 @@
 """What is known of past prefixes: blocks by content, state checkpoints by position, and which of them to give up first.
 
 A full block is named by a hash chained over everything before it, from a root that depends on the tenant's salt: equal
-names mean equal prefixes, and one tenant's names mean nothing to another. KV can be shared at any block. A recurrent state
-cannot be rewound, so on hybrid models a hit needs a *checkpoint* of the state at exactly its position; checkpoints may stand
-at any token, and then name the partly filled block before them by (name of the block before, the tokens in it).
+names mean equal prefixes, and one tenant's names mean nothing to another. KV can be shared at any block. A recurrent
+state cannot be rewound, so on hybrid models a hit needs a *checkpoint* of the state at exactly its position;
+checkpoints may stand at any token, and then name the partly filled block before them by (name of the block before,
+the tokens in it).
 
     tokens      |  block a  |  block b  |  block c  | d e f ...
     names       root -> a -> b -> c

@@ -138,9 +138,9 @@ class Scheduler:
                 continue  # finished, cancelled or preempted since
             seq.committed = end = w.start + w.length
             if w.sample:
-                self._take(seq, outcome, sampled, events)
                 if not end % size:
                     self.cache.publish(seq)
+                self._take(seq, outcome, sampled, events)
         for entry in plan.entries:
             if entry.source < 0:
                 continue
@@ -206,8 +206,8 @@ class Scheduler:
         return count
 
     def _admit(self, budget: int, work: list[Work], entries: list[Entry], prefilling: list[Sequence]) -> None:
-        """Waiting sequences enter in order while they fit. Nobody overtakes the head of the queue, except one that waits
-        for a checkpoint that a running sequence is about to reach."""
+        """Waiting sequences enter in order while they fit. Nobody overtakes the head of the queue, except one that
+        waits for a checkpoint that a running sequence is about to reach."""
         at = 0
         while budget and at < len(self.waiting) and self._rows:
             seq = self.waiting[at]

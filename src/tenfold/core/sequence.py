@@ -20,10 +20,10 @@ class Sequence:
     being sampled and not known here yet. Preemption resets the counters and raises ``epoch``: outcomes of an older
     epoch are void. ``table`` maps block index to page and covers exactly the issued positions.
 
-    ``keys`` name the full blocks of its tokens, the first ``published`` of which others may share. ``reused`` tokens were
-    found in the cache on first admission. ``marks`` are positions ahead at which its state is worth a checkpoint.
-    ``shared_tail`` says that the block it writes next may belong to others too. ``followers`` are further samples of the
-    same prompt, which branch off when it is computed.
+    ``keys`` name the full blocks of its tokens, the first ``published`` of which others may share. ``reused`` tokens
+    were found in the cache on first admission. ``marks`` are positions ahead at which its state is worth a checkpoint.
+    ``shared_tail`` says that the block it writes next may belong to others too. ``followers`` are further samples of
+    the same prompt, which branch off when it is computed.
     """
 
     request: Request

@@ -135,7 +135,8 @@ class ModelSpec:
 def _attention_cost(
     text: Mapping[str, Any], kinds: list[str], attention: AttentionLayer, heads: int, recurrent: RecurrentLayer | None
 ) -> float:
-    """From the weights of every layer (two operations each) and 4 x heads x head_dim operations per position attended."""
+    """From the weights of every layer (two operations each) and 4 x heads x head_dim operations per position
+    attended."""
     hidden = int(text.get("hidden_size") or 0)
     mlp = 3 * hidden * int(text.get("intermediate_size") or 0)
     dense = hidden * 2 * (heads + attention.kv_heads) * attention.head_dim

@@ -148,8 +148,8 @@ class Request:
 
 
 class TokenEvent(NamedTuple):
-    """One token of one sequence came back; ``finish_reason`` is set on the last one. ``reused`` is how many tokens of its
-    prompt were found in the cache."""
+    """One token of one sequence came back; ``finish_reason`` is set on the last one. ``reused`` is how many tokens of
+    its prompt were found in the cache."""
 
     sequence: int
     token: int

@@ -114,8 +114,13 @@ class Engine:
             stop |= self.eos_token_ids
         return Request(-1, prompt, params.max_tokens or room, params, stop)
 
-    def submit(self, prompt: Tokens[int], params: SamplingParams) -> tuple[int, ...]:
+    def submit(
+        self, prompt: Tokens[int], params: SamplingParams, *, cache_salt: str = "", breakpoints: tuple[int, ...] = ()
+    ) -> tuple[int, ...]:
         """Queue ``params.n`` sequences for one prompt and return their ids; all or none.
+
+        Only requests with the same ``cache_salt`` share prefixes. ``breakpoints`` are positions in the prompt from
+        which later requests are likely to go on differently.
 
         Raises:
             RequestError: as ``request``.
@@ -130,17 +135,23 @@ class Engine:
             )
         now = self.clock()
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        ids = []
-        for sample in range(params.n):
-            request = replace(
-                template, id=next(self._ids), arrival=now, params=replace(params, seed=_sample_seed(seed, sample))
+        samples = [
+            replace(
+                template,
+                id=next(self._ids),
+                arrival=now,
+                params=replace(params, seed=_sample_seed(seed, sample)),
+                cache_salt=cache_salt,
+                breakpoints=breakpoints,
             )
-            self.scheduler.submit(request)
+            for sample in range(params.n)
+        ]
+        self.scheduler.submit(*samples)
+        for request in samples:
             self._requests[request.id] = request
             for instrument in self.instruments:
                 instrument.submitted(request, now)
-            ids.append(request.id)
-        return tuple(ids)
+        return tuple(request.id for request in samples)
 
     def finish(self, sequence: int, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a sequence from outside: its client left, or a stop string appeared. Its memory is free at once."""
@@ -157,7 +168,8 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one iteration: fill the pipeline, wait for the oldest step, fold it in.
 
-        A step that fails ends the sequences that took part in it with ``FinishReason.ERROR``; all others go on.
+        A step that fails ends all running sequences with ``FinishReason.ERROR``, because any of them may have been
+        waiting for a copy that it did not make, and empties the prefix cache. Waiting ones go on.
         """
         scheduler, runner = self.scheduler, self.runner
         try:
@@ -171,7 +183,7 @@ class Engine:
             plan = scheduler.inflight[0]
             outcome = runner.collect()
         except Exception:
-            logger.exception("a step failed; the sequences that took part in it end")
+            logger.exception("a step failed; all running sequences end")
             return self._abandon()
         events = scheduler.commit(outcome)
         now = self.clock()
@@ -190,17 +202,13 @@ class Engine:
 
     def _abandon(self) -> list[TokenEvent]:
         scheduler = self.scheduler
-        struck = {w.sequence: None for plan in scheduler.inflight for w in plan.work}
-        # Moves of a failed step may not have happened: whoever's table names a moved block is struck too.
-        rows = {rewrite.row for plan in scheduler.inflight for rewrite in plan.rewrites}
-        struck.update((seq.id, None) for seq in scheduler.running.values() if seq.row in rows)
+        struck = list(scheduler.running)
         scheduler.inflight.clear()
         self.runner.reset()
-        return [
-            TokenEvent(sequence, NO_TOKEN, FinishReason.ERROR, None)
-            for sequence in struck
-            if self.finish(sequence, FinishReason.ERROR)
-        ]
+        for sequence in struck:
+            self.finish(sequence, FinishReason.ERROR)
+        scheduler.cache.flush()
+        return [TokenEvent(sequence, NO_TOKEN, FinishReason.ERROR, None) for sequence in struck]
 
 
 def _sample_seed(seed: int, sample: int) -> int:

@@ -74,7 +74,7 @@ class Metrics:
             times = self._live.get(entry.sequence)
             if times is not None and not times.started:
                 times.started = True
-                self.tokens["prompt"] += entry.prompt_length
+                self.tokens["prompt"] += entry.prompt_length if entry.source < 0 else 0
                 self.queue_delay.observe(now - times.arrival)
 
     def stepped(self, plan: StepPlan, outcome: StepOutcome, events: list[TokenEvent], now: float) -> None:
@@ -111,6 +111,7 @@ class Metrics:
         """Everything at this moment. Counts are whole numbers, times seconds (None where nothing was observed)."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         arena, spec = cache.arena, cache.spec
+        checkpoints = len(cache.index.checkpoints)
         slots = arena.slots_taken
         return {
             "pages": spec.num_pages,
@@ -118,10 +119,12 @@ class Metrics:
             "block_size": spec.block_size,
             "blocks": {
                 "free": arena.free,
-                "referenced": spec.num_pages - arena.free - slots * spec.slot_pages,
-                "cached": 0,
+                "referenced": spec.num_pages - arena.free - arena.cached - slots * spec.slot_pages,
+                "cached": arena.cached,
             },
-            "state_slots": {"free": arena.slots_free, "taken": slots},
+            "state_slots": {"free": arena.slots_free, "taken": slots - checkpoints, "checkpoint": checkpoints},
+            "prefix_tokens": dict(cache.prefix_tokens),
+            "evictions": dict(cache.evictions),
             "tail_waste_tokens": cache.tail_waste,
             "allocation_failures": dict(cache.failures),
             "preemptions": scheduler.preemptions,

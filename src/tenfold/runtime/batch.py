@@ -35,7 +35,35 @@ class Batch:
     contexts: np.ndarray
     bounds: np.ndarray
     tables: np.ndarray
-    sampled_work: np.ndarray
+    drawn: Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Who gets a token in a step, in the order of its outcome: works that sample, then sequences that branch off.
+
+    ``rows`` and ``positions`` say for which row of the batch and which position in its sequence, ``logits`` [len(rows)]
+    from which of the S rows of logits.
+    """
+
+    rows: list[int]
+    positions: list[int]
+    logits: list[int]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Draws:
+        sampling = [w for w in plan.work if w.sample]
+        rows = [w.row for w in sampling]
+        positions = [w.start + w.length for w in sampling]
+        logits = list(range(len(rows)))
+        branching = [entry for entry in plan.entries if entry.source >= 0]
+        if branching:
+            index = {row: i for i, row in enumerate(rows)}
+            for entry in branching:
+                logits.append(index[entry.source])
+                positions.append(positions[index[entry.source]])
+                rows.append(entry.row)
+        return cls(rows, positions, logits)
 
 
 class Rows:
@@ -54,6 +82,9 @@ class Rows:
             if w.gained:
                 end = -(-(w.start + w.length) // size)
                 tables[w.row, end - len(w.gained) : end] = w.gained
+        for entry in plan.entries:
+            if entry.source >= 0:
+                tables[entry.row] = tables[entry.source]
         for rewrite in plan.rewrites:
             tables[rewrite.row, rewrite.place] = rewrite.block
         rows = np.array([w.row for w in plan.work], dtype=np.int64)
@@ -64,20 +95,20 @@ class Rows:
         owner = np.repeat(np.arange(len(rows)), lengths)
         positions = np.arange(bounds[-1]) - (bounds[:-1] - starts)[owner]
         places = tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
-        sampled_work = np.flatnonzero([w.sample for w in plan.work])
+        sampling = np.flatnonzero([w.sample for w in plan.work])
         longest = int((starts + lengths).max())
         return Batch(
             token_ids=self._tensor(self._tokens(plan, rows, bounds)),
             positions=self._tensor(positions),
             places=self._tensor(places),
-            sampled=self._tensor(bounds[1:][sampled_work] - 1),
+            sampled=self._tensor(bounds[1:][sampling] - 1),
             rows=rows,
             slots=np.array([w.slot for w in plan.work], dtype=np.int64),
             starts=starts,
             contexts=starts + lengths,
             bounds=bounds,
             tables=tables[rows, : self.spec.blocks_for(longest)],
-            sampled_work=sampled_work,
+            drawn=Draws.of(plan),
         )
 
     def _tokens(self, plan: StepPlan, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:

@@ -98,8 +98,8 @@ class TorchRunner:
             # A slot is handed on as its former owner left it.
             self.memory.clear(batch.slots[batch.starts == 0].tolist())
         logits = self.model.forward(ForwardStep(batch, self.memory))
-        tokens, logprobs = self.sampler.sample(logits, batch)
-        self.rows.latest[batch.rows[batch.sampled_work]] = tokens
+        tokens, logprobs = self.sampler.sample(logits, batch.drawn)
+        self.rows.latest[batch.drawn.rows] = tokens
         seconds = time.perf_counter() - started
         self._done.append(StepOutcome(plan.step, tokens, logprobs, seconds))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tenfold.core import Entry, SamplingParams, StepPlan, TokenLogprobs
-from tenfold.runtime.batch import Batch
+from tenfold.runtime.batch import Batch, Draws
 
 FIRST_CANDIDATES = 128
 """Most likely tokens looked at first for a nucleus; four times as many whenever they do not cover it."""
@@ -93,21 +93,22 @@ class Sampler:
             if row.tracked:
                 row.observe(batch.token_ids[batch.bounds[i] : batch.bounds[i + 1]], w.start)
 
-    def sample(self, logits: Tensor, batch: Batch) -> tuple[list[int], tuple[TokenLogprobs | None, ...] | None]:
-        """Choose from ``logits`` [S, vocabulary], one row per sampled work in plan order."""
-        chosen = batch.sampled_work
-        rows = [self._row(row) for row in batch.rows[chosen].tolist()]
-        positions = batch.contexts[chosen].tolist()
+    def sample(self, logits: Tensor, drawn: Draws) -> tuple[list[int], tuple[TokenLogprobs | None, ...] | None]:
+        """Choose from ``logits`` [S, vocabulary] one token for each of ``drawn``."""
+        rows = [self._row(row) for row in drawn.rows]
+        positions = drawn.positions
         logits = logits.float()
+        if len(rows) > len(logits):
+            logits = logits[drawn.logits]
         adjusted = [i for i, row in enumerate(rows) if row.adjusts(positions[i])]
         wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         original = logits[wanted] if wanted else None
         for i in adjusted:
             rows[i].adjust(logits[i], positions[i])
         tokens = logits.argmax(-1)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if drawn:
-            tokens[drawn] = draw(logits[drawn], [rows[i].params for i in drawn], [positions[i] for i in drawn])
+        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if random:
+            tokens[random] = draw(logits[random], [rows[i].params for i in random], [positions[i] for i in random])
         result: list[int] = tokens.tolist()
         if original is None:
             return result, None
