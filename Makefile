@@ -17,7 +17,7 @@ test: ## run the tests; ARGS go to pytest
 lint: ## ruff, its format check and mypy
 	@scripts/lint.sh
 
-demo: ## generate from a few sample prompts; ARGS go to `tenfold generate`
+demo: ## one session reserved, ten paged: the arena drawn live; ARGS go to benchmarks.demo
 	@scripts/demo.sh $(ARGS)
 
 bench: ## run the benchmarks and write bench-results/bench.md; ARGS go to benchmarks.run

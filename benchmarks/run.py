@@ -17,6 +17,7 @@ from benchmarks.report import machine_line, table
 
 BENCHMARKS = {
     "scheduler": "One decode step of the scheduler alone: plan and commit, no model",
+    "memory": "The share of KV memory that holds tokens, on recorded request lengths",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"
 
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in args.names or BENCHMARKS:
         print(f"\n{BENCHMARKS[name]}\n", flush=True)
         result = modules[name].main(args)
-        body = [table(result.rows), "\n".join(f"- {note}" for note in result.notes)]
+        body = [table(result.rows)] if result.rows else []
+        body.append("\n".join(f"- {note}" for note in result.notes))
         print("\n\n".join(body), flush=True)
         sections += [f"## {BENCHMARKS[name]}", *body]
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from support.hash_runner import HashRunner, reference
+from support.hash_runner import HashRunner, beam_reference, reference
 from tenfold.core import CacheSpec, Request, SamplingParams, Scheduler
 from tenfold.core.invariants import check
 
@@ -24,6 +24,7 @@ class Churn:
         self.depth = rng.randint(1, 3)
         self.requests: dict[int, Request] = {}
         self.text: dict[int, list[int]] = {}
+        self.scores: dict[int, float] = {}
         self.cancelled: set[int] = set()
 
     def submit(self) -> None:
@@ -48,9 +49,26 @@ class Churn:
             )
             for i in range(samples)
         ]
+        width = rng.randint(1, 3)
+        if rng.random() < 0.2 and spec.pages_for(len(prompt) + max_tokens - 1) * width <= spec.num_pages:
+            requests = self.beams(prompt, max_tokens, min(width, self.scheduler.max_sequences), salt)
         for request in requests:
             self.requests[request.id], self.text[request.id] = request, []
         self.scheduler.submit(*requests)
+
+    def beams(self, prompt: tuple[int, ...], max_tokens: int, width: int, salt: str) -> list[Request]:
+        rng = self.rng
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            use_beam_search=True,
+            beam_width=width,
+            n=rng.randint(1, width),
+            length_penalty=rng.choice([0.0, 1.0, 1.7]),
+            early_stopping=rng.choice([True, False, "never"]),
+        )
+        stop = rng.choice([frozenset(), frozenset({0}), frozenset({1, 2})])
+        first = len(self.requests)
+        return [Request(first + i, prompt, max_tokens, params, stop, cache_salt=salt) for i in range(width)]
 
     def continued(self, earlier: int, longest: int) -> tuple[int, ...]:
         """A prompt that shares a beginning with what an earlier sequence saw and wrote."""
@@ -66,6 +84,8 @@ class Churn:
             self.runner.submit(plan)
         for event in scheduler.commit(self.runner.collect()) if scheduler.inflight else ():
             self.text[event.sequence].append(event.token)
+            if event.score is not None:
+                self.scores[event.sequence] = event.score
         check(scheduler)
 
     def run(self) -> None:
@@ -74,8 +94,7 @@ class Churn:
                 self.submit()
             if self.scheduler.live and self.rng.random() < 0.15:
                 victim = self.rng.choice(sorted(self.scheduler.live))
-                self.scheduler.cancel(victim)
-                self.cancelled.add(victim)
+                self.cancelled.update(self.scheduler.cancel(victim))
             self.step()
         while self.scheduler.live or self.scheduler.inflight:
             self.step()
@@ -92,10 +111,32 @@ def churns() -> list[Churn]:
 def test_every_text_is_right(churns) -> None:
     for seed, churn in enumerate(churns):
         for i, request in churn.requests.items():
+            if request.params.use_beam_search:
+                continue
             expected = reference(request, bool(churn.scheduler.spec.slot_pages))
             if i in churn.cancelled:
                 expected = expected[: len(churn.text[i])]
             assert churn.text[i] == expected, f"seed {seed}, request {i}"
+
+
+def test_every_beam_search_is_right(churns) -> None:
+    searched = 0
+    for seed, churn in enumerate(churns):
+        recurrent = bool(churn.scheduler.spec.slot_pages)
+        first = [
+            i
+            for i, request in churn.requests.items()
+            if request.params.use_beam_search and churn.requests.get(i - 1, request).params is not request.params
+        ]
+        for i in {*first, *([0] if churn.requests[0].params.use_beam_search else [])} - churn.cancelled:
+            request = churn.requests[i]
+            expected = beam_reference(request, recurrent)
+            texts = [churn.text[i + k] for k in range(request.params.n)]
+            assert texts == [text for _, text in expected], f"seed {seed}"
+            got = [churn.scores[i + k] for k in range(request.params.n)]
+            assert got == pytest.approx([score for score, _ in expected])
+            searched += 1
+    assert searched >= CASES // 2
 
 
 def test_hard_states_were_met(churns) -> None:

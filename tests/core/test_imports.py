@@ -14,6 +14,7 @@ import tenfold
 ROOT = Path(tenfold.__file__).parent
 HEAVY = ("numpy", "torch", "transformers")
 LIGHT = ["tenfold", "tenfold.core", "tenfold.engine.engine", "tenfold.server", "tenfold.sim", "tenfold.planner"]
+LIGHT += ["tenfold.planner.report", "tenfold.cli.plan"]
 AMBIENT = {"asyncio", "datetime", "logging", "os", "random", "secrets", "socket", "threading", "time"}
 """Standard modules through which the outside would enter the core other than by a call."""
 
@@ -60,3 +61,14 @@ def test_the_core_imports_the_standard_library_and_itself(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.name)
 def test_the_core_has_no_clock_thread_environment_or_log(path: Path) -> None:
     assert not AMBIENT & {name.split(".")[0] for name in imported(path)}
+
+
+PLANNER = sorted((ROOT / "planner").rglob("*.py"))
+PLANNER_MAY_USE = ("core", "errors", "units", "planner", "models.files", "models.gguf_file", "models.hub")
+
+
+@pytest.mark.parametrize("path", PLANNER, ids=lambda path: path.name)
+def test_the_planner_imports_the_core_and_what_reads_headers(path: Path) -> None:
+    for name in imported(path):
+        if name.startswith("tenfold."):
+            assert name.removeprefix("tenfold.").startswith(PLANNER_MAY_USE), f"{path.name} imports {name}"

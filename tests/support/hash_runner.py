@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tenfold.core import CacheSpec, Request, StepOutcome, StepPlan
+from tenfold.core import CacheSpec, Request, StepOutcome, StepPlan, TokenLogprobs
 
 MODULUS = (1 << 61) - 1
 VOCABULARY = 7
@@ -27,6 +27,7 @@ class HashRunner:
         self.pages = [[POISON] * spec.block_size for _ in range(spec.num_pages)]
         self.tables: list[list[int]] = [[] for _ in range(max_sequences)]
         self.last = [POISON] * max_sequences
+        self.candidates = [0] * max_sequences
         self.done: deque[StepOutcome] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -35,6 +36,7 @@ class HashRunner:
                 self.pages[copy.target + i] = list(self.pages[copy.source + i])
         for entry in plan.entries:
             self.tables[entry.row] = []
+            self.candidates[entry.row] = entry.candidates
         for w in plan.work:
             self.tables[w.row] += w.gained
             assert len(self.tables[w.row]) == self.spec.blocks_for(w.start + w.length)
@@ -43,22 +45,26 @@ class HashRunner:
                 self.tables[entry.row] = list(self.tables[entry.source])
         for rewrite in plan.rewrites:
             self.tables[rewrite.row][rewrite.place] = rewrite.block
-        sampled = []
+        sampled, logprobs = [], []
         logits: dict[int, int] = {}
         inputs = [w.tokens if len(w.tokens) == w.length else (*w.tokens, self.last[w.row]) for w in plan.work]
         # As a layer does: everyone's keys and values are stored before anyone reads them.
         for w, tokens in zip(plan.work, inputs, strict=True):
             self.store(w, tokens)
         for w, tokens in zip(plan.work, inputs, strict=True):
-            token = logits[w.row] = self.forward(w, tokens)
+            h = self.forward(w, tokens)
+            token = logits[w.row] = h % VOCABULARY
             if w.sample:
                 sampled.append(token)
+                count = self.candidates[w.row]
+                logprobs.append(TokenLogprobs(0.0, candidates(h)[:count]) if count else None)
                 self.last[w.row] = token
         for entry in plan.entries:
             if entry.source >= 0:
                 sampled.append(logits[entry.source])
+                logprobs.append(None)
                 self.last[entry.row] = logits[entry.source]
-        self.done.append(StepOutcome(plan.step, sampled))
+        self.done.append(StepOutcome(plan.step, sampled, tuple(logprobs)))
 
     def collect(self) -> StepOutcome:
         return self.done.popleft()
@@ -77,7 +83,7 @@ class HashRunner:
         h = 0
         for position in range(w.start + w.length):
             h = mix(h, self.pages[table[position // size]][position % size])
-        return (h + 31 * state * bool(self.spec.slot_pages)) % VOCABULARY
+        return h + 31 * state * bool(self.spec.slot_pages)
 
     def read_state(self, slot: int) -> int:
         if not self.spec.slot_pages:
@@ -91,6 +97,41 @@ class HashRunner:
             first = self.spec.slot_page(slot)
             for i in range(self.spec.slot_pages):
                 self.pages[first + i] = [state + i] * self.spec.block_size
+
+
+def candidates(h: int) -> tuple[tuple[int, float], ...]:
+    """Log probabilities of all tokens after a prefix of hash ``h``, most likely first, no two alike."""
+    scores = [(token, -0.01 * (1 + mix(h, token) % 997) - 1e-6 * token) for token in range(VOCABULARY)]
+    return tuple(sorted(scores, key=lambda score: -score[1]))
+
+
+def beam_reference(request: Request, recurrent: bool) -> list[tuple[float, list[int]]]:
+    """Beam search over the same model, with whole texts instead of shared memory: best first, (score, tokens)."""
+    params, stop, prompt = request.params, request.stop_token_ids, len(request.prompt)
+    width = params.beam_width
+    alive, ended = [(0.0, list(request.prompt))], []
+    for generated in range(1, request.max_tokens + 1):
+        grown = []
+        for score, tokens in alive:
+            h = 0
+            for token in tokens:
+                h = mix(h, token)
+            likely = candidates(h + 31 * h * recurrent)[: max(2, 1 + len(stop)) * width]
+            grown += [(score + logprob, [*tokens, token]) for token, logprob in likely]
+        grown = sorted(grown, key=lambda growth: -growth[0])[: max(2, 1 + len(stop)) * width]
+        last = generated == request.max_tokens
+        for score, tokens in grown[:width]:
+            if last or tokens[-1] in stop:
+                ended.append((score / generated**params.length_penalty, tokens[prompt:]))
+        ended = sorted(ended, key=lambda end: -end[0])[:width]
+        alive = [growth for growth in grown if growth[1][-1] not in stop][:width]
+        full = len(ended) == width
+        longest = request.max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else generated
+        if last or (full and params.early_stopping is True) or all(growth[1][-1] in stop for growth in grown):
+            break
+        if full and alive[0][0] / longest**params.length_penalty <= ended[-1][0]:
+            break
+    return ended[: params.n]
 
 
 def reference(request: Request, recurrent: bool) -> list[int]:

@@ -25,12 +25,14 @@ ALPHABET = b"abcdefghijklmnopqrstuvwxyz"
 class ScriptedRunner:
     """Answers with what stands between [[ and ]] in the prompt, then ends; without it, with the alphabet for ever.
 
-    ``seconds`` is how long a step takes. ``broken``: every step fails while it is set.
+    ``seconds`` is how long a step takes. ``broken``: every step fails while it is set. ``likelihoods`` are the log
+    probabilities of every token of the samples of a prompt, one after the other and again from the first.
     """
 
     def __init__(self, max_sequences: int, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.broken = False
+        self.likelihoods = [-0.5]
         self.prompts: list[bytearray] = [bytearray() for _ in range(max_sequences)]
         self.entries: list[Any] = [None] * max_sequences
         self.done: deque[StepOutcome] = deque()
@@ -47,12 +49,12 @@ class ScriptedRunner:
             if work.sample:
                 token = self.next_token(bytes(prompt), work.start + work.length - entry.prompt_length)
                 tokens.append(token)
-                logprobs.append(self.logprobs(token, entry.params.logprobs))
+                logprobs.append(self.logprobs(token, entry))
         for entry in plan.entries:
             if entry.source >= 0:
                 token = self.next_token(bytes(self.prompts[entry.row]), 0)
                 tokens.append(token)
-                logprobs.append(self.logprobs(token, entry.params.logprobs))
+                logprobs.append(self.logprobs(token, entry))
         wanted = any(values is not None for values in logprobs)
         self.done.append(StepOutcome(plan.step, tokens, tuple(logprobs) if wanted else None, self.seconds))
 
@@ -73,12 +75,13 @@ class ScriptedRunner:
         script = prompt.rpartition(b"[[")[2].partition(b"]]")[0]
         return script[place] if place < len(script) else END
 
-    @staticmethod
-    def logprobs(token: int, asked: int | None) -> TokenLogprobs | None:
+    def logprobs(self, token: int, entry: Any) -> TokenLogprobs | None:
+        asked = entry.params.logprobs
         if asked is None:
             return None
-        others = [(token, -0.5), *((other, float("-inf")) for other in range(asked - 1))]
-        return TokenLogprobs(-0.5, tuple(others[:asked]))
+        likelihood = self.likelihoods[entry.sequence % len(self.likelihoods)]
+        others = [(token, likelihood), *((other, float("-inf")) for other in range(asked - 1))]
+        return TokenLogprobs(likelihood, tuple(others[:asked]))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from tenfold import __version__
 from tenfold.cli.chat import chat
 from tenfold.cli.generate import generate
 from tenfold.cli.models import models
+from tenfold.cli.plan import plan
 from tenfold.cli.serve import serve
 from tenfold.errors import TenfoldError
 
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, generate, chat, models):
+for command in (serve, generate, chat, models, plan):
     app.command()(command)
 
 

@@ -24,6 +24,13 @@ def refuse_impossible(request: Request, spec: CacheSpec) -> None:
     if request.max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", "max_tokens")
     length = positions(request)
+    if request.params.use_beam_search and spec.pages_for(length) * request.params.beam_width > spec.num_pages:
+        raise RequestError(
+            f"{request.params.beam_width} beams of {length} tokens can need {spec.pages_for(length)} pages each and "
+            f"the arena has {spec.num_pages}: lower beam_width or max_tokens, shorten the prompt or enlarge the arena",
+            "beam_width",
+            "context_length_exceeded",
+        )
     if spec.pages_for(length) > spec.num_pages:
         slots = "" if not spec.slot_pages else f" and 1 state slot of {spec.slot_pages} pages"
         raise RequestError(
@@ -46,7 +53,8 @@ def may_start(seq: Sequence, match: Match, cache: Cache, policy: Policy, prefill
     if not cache.holders:
         return True
     spec = cache.spec
-    promised = policy.headroom(len(cache.holders))
+    growing = sum(len(other.table) < spec.blocks_for(other.limit - 1) for other in cache.holders.values())
+    promised = policy.headroom(growing)
     for other in prefilling:
         promised += spec.blocks_for(other.known) - len(other.table)
     return cache.fits(seq, match, seq.known, promised)

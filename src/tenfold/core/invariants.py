@@ -31,6 +31,13 @@ def _check_sequences(s: Scheduler) -> None:
     waiting = {seq.id for seq in s.waiting}
     assert len(waiting) == len(s.waiting) and waiting.isdisjoint(s.running), "a sequence waits or runs, once"
     following = {each.id for leader in s.leading.values() for each in leader.followers}
+    searches = {id(seq.search): seq.search for seq in s.live.values() if seq.search is not None}.values()
+    for search in searches:
+        assert len(search.members) == search.width == len({seq.id for seq in search.members}), "a beam for each member"
+        assert len({len(seq.tokens) for seq in search.beams}) == 1, "beams grow together"
+        assert len(search.beams) == len(search.scores) and not search.complete, "a search waits for some beam"
+        assert all(seq.id in s.running or seq in s.waiting for seq in search.beams), "beams run or wait"
+        following |= {seq.id for seq in search.idle}
     assert waiting | s.running.keys() | following == s.live.keys(), "live = waiting, running and about to branch off"
     assert following.isdisjoint(waiting | s.running.keys()), "who follows neither waits nor runs"
     assert set(s.leading) == {seq.id for seq in s.live.values() if seq.followers}, "leaders have followers"
@@ -112,6 +119,6 @@ def _check_plans(s: Scheduler) -> None:
             assert w.length - 1 <= len(w.tokens) <= w.length, "only the last input may be pending"
             seq = s.running.get(w.sequence)
             if w.sample and seq is not None and seq.epoch == w.epoch:
-                pending[w.sequence] += 1
+                pending[w.sequence] += seq.draws
     for seq in s.running.values():
         assert seq.pending == pending[seq.id], "pending tokens are those being sampled in flight"

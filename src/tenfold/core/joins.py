@@ -45,7 +45,8 @@ class Joins:
             return []
         size, last = self.cache.spec.block_size, len(seq.tokens) - 1
         places = set(seq.request.breakpoints)
-        places.add(min(match.depth, last))
+        if not seq.epoch:  # a sequence that was preempted finds its own blocks: nobody branched off there
+            places.add(min(match.depth, last))
         for block in range(last // size - 1, match.position // size - 1, -1):
             if self.wanted.get(seq.keys[block], 0) > 1:  # itself and another
                 places.add((block + 1) * size)

@@ -31,6 +31,7 @@ class Entry(NamedTuple):
 
     With ``source`` (a row, else -1) it branches off a sequence that this step computes: its table is that row's, and
     its first token is sampled from that row's logits, after the samples of all work and in the order of entries.
+    ``candidates`` most likely tokens are returned with every sample, whatever the parameters ask for.
     """
 
     row: int
@@ -41,6 +42,7 @@ class Entry(NamedTuple):
     stop_token_ids: frozenset[int]
     reused: tuple[int, ...]
     source: int = -1
+    candidates: int = 0
 
 
 class Rewrite(NamedTuple):

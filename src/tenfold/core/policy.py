@@ -24,8 +24,8 @@ class Policy(Protocol):
         """How many of the ``seq.want`` prefill tokens to issue in this step: 1 to ``min(seq.want, budget)``."""
         ...
 
-    def headroom(self, running: int) -> int:
-        """Pages to leave free when admitting beside ``running`` sequences, for the blocks they will grow into."""
+    def headroom(self, growing: int) -> int:
+        """Pages to leave when admitting beside ``growing`` sequences that have yet to take their last block."""
         ...
 
 
@@ -41,5 +41,5 @@ class FirstComeFirstServed:
     def chunk(self, seq: Sequence, budget: int) -> int:
         return min(seq.want, budget)
 
-    def headroom(self, running: int) -> int:
-        return running
+    def headroom(self, growing: int) -> int:
+        return growing

@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 
 from tenfold.core.admission import may_start, refuse_impossible
+from tenfold.core.beam import BeamSearch
 from tenfold.core.cache import NOTHING, Cache, Match
 from tenfold.core.joins import Joins
 from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, Work
@@ -58,6 +59,7 @@ class Scheduler:
         self.inflight: deque[StepPlan] = deque()
         self.step = 0
         self.preemptions = 0
+        self._forked: list[Sequence] = []  # beams that the runner does not know yet
         self._rows = list(range(self.max_sequences))
 
     @property
@@ -68,26 +70,42 @@ class Scheduler:
     def submit(self, request: Request, *samples: Request) -> None:
         """Queue a request; further ``samples`` of the same prompt branch off when it is computed.
 
+        Beam search needs ``beam_width`` requests in all, one for each beam. The texts come back under the first
+        ``n``, all their tokens at once.
+
         Raises:
             RequestError: it could not run even alone in an empty arena.
         """
         refuse_impossible(request, self.spec)
         seq = Sequence.of(request)
-        self._lead(seq, [Sequence.of(sample) for sample in samples])
-        self.live[seq.id] = seq
-        self.live.update((each.id, each) for each in seq.followers)
+        others = [Sequence.of(sample) for sample in samples]
+        if request.params.use_beam_search:
+            BeamSearch.of(seq, others)
+        else:
+            self._lead(seq, others)
+        self.live.update((each.id, each) for each in (seq, *others))
         self._enqueue(seq)
 
-    def cancel(self, sequence: int) -> bool:
-        """Drop a sequence wherever it is; its memory is free at once. False if it is not live (any more)."""
-        seq = self.live.pop(sequence, None)
+    def cancel(self, sequence: int) -> list[int]:
+        """Drop a sequence wherever it is, or the whole beam search it belongs to; its memory is free at once.
+
+        Returns the ids that are not live any more: none if it was not.
+        """
+        seq = self.live.get(sequence)
         if seq is None:
-            return False
-        if sequence in self.running:
+            return []
+        dropped = [seq] if seq.search is None else seq.search.members
+        for each in dropped:
+            self._drop(each)
+        return [each.id for each in dropped]
+
+    def _drop(self, seq: Sequence) -> None:
+        del self.live[seq.id]
+        if seq.id in self.running:
             self._retire(seq)
         elif seq in self.waiting:
             self._dequeue(seq)
-        else:
+        elif seq.search is None:
             leader = next(each for each in self.leading.values() if seq in each.followers)
             self._lead(leader, [each for each in leader.followers if each is not seq])
         if seq.followers:
@@ -95,7 +113,6 @@ class Scheduler:
             self._lead(seq, [])
             self._lead(heir, others)
             self._enqueue(heir)
-        return True
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before an outcome comes back."""
@@ -110,6 +127,8 @@ class Scheduler:
         entries: list[Entry] = []
         if preempted:
             work = [w for w in work if w.sequence in self.running]
+        if self._forked:
+            work = self._introduce(work, entries)
         for seq in prefilling:
             if seq.id in self.running:
                 self.cache.publish(seq)
@@ -153,6 +172,9 @@ class Scheduler:
 
     def _take(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
         """Append a sampled token; end the sequence if it was its last."""
+        if seq.search is not None:
+            self._search(seq, outcome, sampled, events)
+            return
         token = outcome.tokens[sampled]
         seq.pending -= 1
         seq.tokens.append(token)
@@ -163,7 +185,7 @@ class Scheduler:
         elif length >= seq.limit:
             reason = FinishReason.LENGTH
         logprobs = outcome.logprobs[sampled] if outcome.logprobs else None
-        events.append(new(TokenEvent, (seq.request.id, token, reason, logprobs, seq.reused)))
+        events.append(new(TokenEvent, (seq.request.id, token, reason, logprobs, seq.reused, None)))
         if reason:
             del self.live[seq.id]
             self._retire(seq)
@@ -192,7 +214,7 @@ class Scheduler:
             inputs = () if pending else (seq.tokens[start],)
             work.append(new(Work, (seq.row, seq.request.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
             seq.issued = known
-            seq.pending = pending + 1
+            seq.pending = pending + seq.draws
             budget -= 1
         return budget
 
@@ -262,7 +284,77 @@ class Scheduler:
     def _entry(self, seq: Sequence, reused: tuple[int, ...], source: int = -1) -> Entry:
         request = seq.request
         prompt = len(request.prompt)
-        return Entry(seq.row, seq.id, seq.epoch, prompt, request.params, request.stop_token_ids, reused, source)
+        candidates = seq.search.candidates if seq.search is not None else 0
+        stop = request.stop_token_ids
+        return Entry(seq.row, seq.id, seq.epoch, prompt, request.params, stop, reused, source, candidates)
+
+    def _search(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+        """A beam came back; with the last of them the search takes a step."""
+        search = seq.search
+        candidates = outcome.logprobs[sampled] if outcome.logprobs else None
+        if search is None or candidates is None:
+            raise RuntimeError("the runner returned no candidates for a beam")
+        search.arrived[seq.id] = candidates
+        if not search.complete:
+            return
+        growths = search.advance()
+        if growths is None:
+            self._end_search(search, events)
+            return
+        parents = search.beams
+        search.beams = []
+        going = {growth.parent for growth in growths}
+        for index, parent in enumerate(parents):
+            if index not in going:
+                self._retire(parent, keep=False)
+                parent.reset()
+                search.idle.append(parent)
+        grown: list[tuple[Sequence, int]] = []
+        for growth in growths:
+            parent = parents[growth.parent]
+            first = parent not in search.beams
+            beam = parent if first else self._fork_beam(parent, search.idle.pop())
+            search.beams.append(beam)
+            grown.append((beam, growth.token))
+        for beam, token in grown:
+            beam.tokens.append(token)
+            if beam.id not in self.running:
+                self._enqueue(beam)
+
+    def _fork_beam(self, parent: Sequence, child: Sequence) -> Sequence:
+        """Let ``child`` go on from all that ``parent`` computed; without room for it, it computes that again later."""
+        child.tokens = parent.tokens[:]
+        child.keys = list(parent.keys)
+        child.reused = parent.reused
+        if self._rows and self.cache.fork(parent, child, defer=False):
+            child.row = heapq.heappop(self._rows)
+            self._forked.append(child)
+        return child
+
+    def _introduce(self, work: list[Work], entries: list[Entry]) -> list[Work]:
+        """Forked beams enter with their first work, which brings their whole table."""
+        forked = {seq.id: seq for seq in self._forked if seq.id in self.running}
+        self._forked = []
+        introduced = []
+        for w in work:
+            seq = forked.get(w.sequence)
+            if seq is not None:
+                entries.append(self._entry(seq, tuple(seq.tokens[: w.start])))
+                w = w._replace(gained=tuple(seq.table))
+            introduced.append(w)
+        return introduced
+
+    def _end_search(self, search: BeamSearch, events: list[TokenEvent]) -> None:
+        """Every member ends; the best texts are reported under the first of them, in order of their ids."""
+        members = sorted(search.members, key=lambda seq: seq.id)
+        for seq, (score, tokens) in zip(members[: members[0].request.params.n], search.finished, strict=False):
+            stopped = tokens[-1] in search.stop_token_ids
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            reused = members[0].reused
+            events += [TokenEvent(seq.id, token, None, None, reused) for token in tokens[:-1]]
+            events.append(TokenEvent(seq.id, tokens[-1], reason, None, reused, score))
+        for seq in members:
+            self._drop(seq)
 
     def _issue(self, seq: Sequence, count: int, had: int) -> Work:
         """Issue ``count`` tokens; the runner knows the first ``had`` blocks of the table."""
@@ -271,7 +363,7 @@ class Scheduler:
         tokens, gained = tuple(seq.tokens[start:end]), tuple(seq.table[had:])
         work = Work(seq.row, seq.id, seq.epoch, start, count, tokens, gained, seq.slot, sample)
         seq.issued = end
-        seq.pending += sample
+        seq.pending += sample * seq.draws
         return work
 
     def _make_room(self, seq: Sequence, length: int, preempted: list[int]) -> bool:
@@ -281,6 +373,8 @@ class Scheduler:
             # Its blocks and state are worth keeping where they are; with a step under way nobody knows what they hold.
             self._retire(victim, keep=victim.committed == victim.issued)
             victim.reset()
+            if victim.search is not None:
+                victim.search.arrived.pop(victim.id, None)
             self._enqueue(victim)
             preempted.append(victim.id)
             self.preemptions += 1

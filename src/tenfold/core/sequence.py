@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tenfold.core.prefix import root
 from tenfold.core.types import Request
+
+if TYPE_CHECKING:
+    from tenfold.core.beam import BeamSearch
 
 NO_SLOT = -1
 NO_ROW = -1
@@ -24,6 +28,7 @@ class Sequence:
     were found in the cache on first admission. ``marks`` are positions ahead at which its state is worth a checkpoint.
     ``shared_tail`` says that the block it writes next may belong to others too. ``followers`` are further samples of
     the same prompt, which branch off when it is computed.
+    A beam belongs to a ``search``, which decides on its tokens: a step of it ``draws`` none.
     """
 
     request: Request
@@ -44,6 +49,8 @@ class Sequence:
     shared_tail: bool = False
     marks: list[int] = field(default_factory=list)
     followers: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None
+    draws: int = 1
 
     @classmethod
     def of(cls, request: Request) -> Sequence:

@@ -37,7 +37,13 @@ class SamplingParams:
     None means up to the context length. ``seed`` None draws a fresh one; a given seed yields the same tokens whatever
     else is in the batch. ``logprobs`` is the number of most likely alternatives returned beside each chosen token
     (0: only the chosen one's), None returns none; values are natural logarithms of the model's distribution before
-    temperature, penalties and filters.
+    temperature, penalties and filters. ``n`` texts are returned; with ``best_of``, which is at least ``n``, they are
+    the most likely ones per token of that many.
+
+    With ``use_beam_search`` the ``n`` best of ``beam_width`` beams are returned, scored by their summed log probability
+    over their length to the power of ``length_penalty``. ``early_stopping`` true ends the search with ``beam_width``
+    finished texts, false when no better one is likely, ``"never"`` only when none is possible. Temperature and seed
+    have no part in it.
 
     Raises:
         RequestError: a value is out of its range; ``param`` names the field.
@@ -59,8 +65,13 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    use_beam_search: bool = False
+    beam_width: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _listed(self.stop, "stop", "strings")
@@ -77,6 +88,12 @@ class SamplingParams:
         _integer(self.top_k, "top_k", -1)
         _integer(self.min_tokens, "min_tokens", 0)
         _integer(self.n, "n", 1, MAX_SAMPLES)
+        if self.best_of is not None:
+            _integer(self.best_of, "best_of", 1, MAX_SAMPLES)
+            if self.best_of < self.n:
+                raise RequestError(f"best_of {self.best_of} is less than n {self.n}", "best_of")
+        if self.use_beam_search:
+            self._check_beam_search()
         if self.max_tokens is not None:
             _integer(self.max_tokens, "max_tokens", 1)
             if self.min_tokens > self.max_tokens:
@@ -95,9 +112,40 @@ class SamplingParams:
             _integer(token, "logit_bias", 0)
             _in_range(bias, "logit_bias", -100.0, 100.0)
 
+    def _check_beam_search(self) -> None:
+        _integer(self.beam_width, "beam_width", 1, MAX_SAMPLES)
+        _in_range(self.length_penalty, "length_penalty", -10.0, 10.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError('early_stopping must be true, false or "never"', "early_stopping")
+        if self.n > self.beam_width:
+            raise RequestError(f"n {self.n} is more than beam_width {self.beam_width}", "n")
+        for name, plain in _WITHOUT_BEAMS.items():
+            if getattr(self, name) != plain:
+                raise RequestError(f"{name} cannot be combined with beam search: leave it out", name)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def samples(self) -> int:
+        """Sequences to generate for a prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+
+_WITHOUT_BEAMS: dict[str, Any] = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+    "logprobs": None,
+    "best_of": None,
+    "stop": (),
+}
 
 
 def _listed(value: Any, name: str, of_what: str) -> tuple[Any, ...]:
@@ -156,3 +204,4 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None
     reused: int = 0
+    score: float | None = None

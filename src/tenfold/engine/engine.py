@@ -101,8 +101,7 @@ class Engine:
                         f"token id {token!r} is not in the vocabulary: ids are 0 to {self.vocab_size - 1}", "prompt"
                     )
         if params.max_tokens is not None and params.max_tokens > room:
-            request = Request(-1, prompt, params.max_tokens)
-            refuse_impossible(request, self.scheduler.spec)
+            refuse_impossible(Request(-1, prompt, params.max_tokens), self.scheduler.spec)
             raise RequestError(
                 f"{len(prompt)} prompt tokens plus max_tokens {params.max_tokens} exceed the context of "
                 f"{self.max_context} tokens: lower max_tokens to at most {room}",
@@ -112,15 +111,21 @@ class Engine:
         stop = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= self.eos_token_ids
-        return Request(-1, prompt, params.max_tokens or room, params, stop)
+        if params.use_beam_search and params.beam_width > min(self.vocab_size, self.scheduler.max_sequences):
+            most = min(self.vocab_size, self.scheduler.max_sequences)
+            raise RequestError(f"beam_width is at most {most} here, not {params.beam_width}", "beam_width")
+        request = Request(-1, prompt, params.max_tokens or room, params, stop)
+        refuse_impossible(request, self.scheduler.spec)
+        return request
 
     def submit(
         self, prompt: Tokens[int], params: SamplingParams, *, cache_salt: str = "", breakpoints: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """Queue ``params.n`` sequences for one prompt and return their ids; all or none.
+        """Queue ``params.samples`` sequences for one prompt and return their ids; all or none.
 
         Only requests with the same ``cache_salt`` share prefixes. ``breakpoints`` are positions in the prompt from
-        which later requests are likely to go on differently.
+        which later requests are likely to go on differently. With ``best_of`` above ``n``, events have the log
+        probability of their token whether or not the parameters ask for it, because texts are ranked by it.
 
         Raises:
             RequestError: as ``request``.
@@ -128,13 +133,15 @@ class Engine:
         """
         template = self.request(prompt, params)
         waiting = len(self.scheduler.waiting)
-        if self.max_queue is not None and waiting + params.n > self.max_queue:
+        if self.max_queue is not None and waiting + params.samples > self.max_queue:
             raise QueueFullError(
                 f"{waiting} requests are waiting and the queue holds {self.max_queue}: try again later",
                 self.retry_after(),
             )
         now = self.clock()
         seed = params.seed if params.seed is not None else secrets.randbits(63)
+        if params.samples > params.n and params.logprobs is None:
+            params = replace(params, logprobs=0)
         samples = [
             replace(
                 template,
@@ -144,9 +151,10 @@ class Engine:
                 cache_salt=cache_salt,
                 breakpoints=breakpoints,
             )
-            for sample in range(params.n)
+            for sample in range(params.beam_width if params.use_beam_search else params.samples)
         ]
         self.scheduler.submit(*samples)
+        del samples[params.samples :]  # a beam search reports its texts under the first ids
         for request in samples:
             self._requests[request.id] = request
             for instrument in self.instruments:
@@ -155,15 +163,14 @@ class Engine:
 
     def finish(self, sequence: int, reason: FinishReason = FinishReason.CANCELLED) -> bool:
         """End a sequence from outside: its client left, or a stop string appeared. Its memory is free at once."""
-        seq = self.scheduler.live.get(sequence)
-        if seq is None:
-            return False
-        self.scheduler.cancel(sequence)
-        del self._requests[sequence]
+        dropped = self.scheduler.cancel(sequence)
         now = self.clock()
-        for instrument in self.instruments:
-            instrument.ended(seq.request, reason, now)
-        return True
+        for each in dropped:
+            request = self._requests.pop(each, None)
+            if request is not None:
+                for instrument in self.instruments:
+                    instrument.ended(request, reason, now)
+        return bool(dropped)
 
     def step(self) -> list[TokenEvent]:
         """Run one iteration: fill the pipeline, wait for the oldest step, fold it in.

@@ -23,11 +23,12 @@ FIRST_CANDIDATES = 128
 class RowSampling:
     """What the sampler keeps of the sequence in one row."""
 
-    __slots__ = ("output_counts", "params", "prompt_length", "seen", "stop_token_ids", "tracked")
+    __slots__ = ("candidates", "output_counts", "params", "prompt_length", "seen", "stop_token_ids", "tracked")
 
     def __init__(self, entry: Entry, vocab_size: int, device: torch.device) -> None:
         params = entry.params
         self.params = params
+        self.candidates = min(max(entry.candidates, params.logprobs or 0), vocab_size)
         self.prompt_length = entry.prompt_length
         self.stop_token_ids = list(entry.stop_token_ids)
         self.seen: Tensor | None = None
@@ -101,7 +102,7 @@ class Sampler:
         if len(rows) > len(logits):
             logits = logits[drawn.logits]
         adjusted = [i for i, row in enumerate(rows) if row.adjusts(positions[i])]
-        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        wanted = [i for i, row in enumerate(rows) if row.candidates or row.params.logprobs is not None]
         original = logits[wanted] if wanted else None
         for i in adjusted:
             rows[i].adjust(logits[i], positions[i])
@@ -114,7 +115,7 @@ class Sampler:
             return result, None
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         for at, i in enumerate(wanted):
-            logprobs[i] = _logprobs(original[at], result[i], rows[i].params.logprobs or 0)
+            logprobs[i] = _logprobs(original[at], result[i], rows[i].candidates)
         return result, tuple(logprobs)
 
     def _row(self, row: int) -> RowSampling:
