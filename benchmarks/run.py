@@ -17,6 +17,7 @@ from benchmarks.report import machine_line, table
 
 BENCHMARKS = {
     "scheduler": "One decode step of the scheduler alone: plan and commit, no model",
+    "reuse": "Prefix reuse with real models: turns, shared prompts, joins and samples",
     "memory": "The share of KV memory that holds tokens, on recorded request lengths",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"
