@@ -5,6 +5,9 @@ Standard library only: the core, the engine and the server all raise these.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 
 class TenfoldError(Exception):
     """Base of all errors whose message is written for the user; the command line prints it and exits with 1."""
@@ -36,3 +39,11 @@ class QueueFullError(TenfoldError):
 
 class EngineError(TenfoldError):
     """The engine cannot continue a request that it had accepted: a failed step, or a shutdown."""
+
+
+def shortened(value: Any) -> str:
+    """What a message may repeat of a value that a client sent."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tenfold.core import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
 from tenfold.engine.chat import render_chat
 from tenfold.engine.interrupt import deferred_interrupt
 from tenfold.engine.ports import Messages
+from tenfold.engine.ranking import Score, best
 from tenfold.engine.text import TextStream
 from tenfold.errors import EngineError, RequestError
 from tenfold.models.hub import DEFAULT_MODEL
@@ -26,7 +27,8 @@ class CompletionOutput:
     """One generated text.
 
     ``token_ids`` includes the token that ended it, ``text`` does not. ``finish_reason`` is ``"stop"`` or ``"length"``.
-    ``logprobs`` has an entry per token where ``SamplingParams.logprobs`` asked for them.
+    ``logprobs`` has an entry per token where ``SamplingParams.logprobs`` asked for them; ``score`` is that of a beam
+    search.
     """
 
     index: int
@@ -34,6 +36,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    score: float | None = None
 
 
 @dataclass
@@ -80,19 +83,29 @@ class LLM:
             RequestError: a prompt or its parameters cannot be run; nothing was started then.
             EngineError: a step failed.
         """
-        listed = _listed(prompts)
+        return self._answer([(prompt, ()) for prompt in _listed(prompts)], params, use_tqdm)
+
+    def _answer(
+        self,
+        prompts: list[tuple[Prompt, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run prompts, each with its breakpoints."""
         if params is None or isinstance(params, SamplingParams):
-            chosen = [params or SamplingParams()] * len(listed)
+            chosen = [params or SamplingParams()] * len(prompts)
         else:
             chosen = list(params)
-            if len(chosen) != len(listed):
-                raise RequestError(f"{len(listed)} prompts and {len(chosen)} parameters: give one, or one each")
-        jobs = [_Job(self, prompt, p) for prompt, p in zip(listed, chosen, strict=True)]
+            if len(chosen) != len(prompts):
+                raise RequestError(f"{len(prompts)} prompts and {len(chosen)} parameters: give one, or one each")
+        jobs = [_Job(self, *prompt, p) for prompt, p in zip(prompts, chosen, strict=True)]
         for job in jobs:
             self.engine.request(job.output.prompt_token_ids, job.params)
-        total = sum(job.params.n for job in jobs)
+        total = sum(job.params.samples for job in jobs)
         with tqdm(total=total, desc="Generating", unit=" sequences", disable=not use_tqdm) as bar:
             self._run(jobs, bar)
+        for job in jobs:
+            job.keep_the_best()
         return [job.output for job in jobs]
 
     def chat(
@@ -101,14 +114,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template.
+        """Answer one conversation, or several, through the model's chat template (``tenfold.engine.chat``).
 
         Raises:
             RequestError: as ``generate``, or the template rejects the messages.
         """
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations: Any = messages if several else [messages]
-        return self.generate([render_chat(self.tokenizer, each) for each in conversations], params, use_tqdm)
+        return self._answer([render_chat(self.tokenizer, each) for each in conversations], params, use_tqdm)
 
     def stats(self) -> dict[str, Any]:
         """Counts and mean times of the engine since it was made (``tenfold.engine.metrics.Metrics.stats``)."""
@@ -119,7 +132,7 @@ class LLM:
         try:
             with deferred_interrupt() as interrupted:
                 for job in jobs:
-                    ids = self.engine.submit(job.output.prompt_token_ids, job.params)
+                    ids = self.engine.submit(job.output.prompt_token_ids, job.params, breakpoints=job.breakpoints)
                     owners.update((sequence, (job, index)) for index, sequence in enumerate(ids))
                 while owners:
                     for event in self.engine.step():
@@ -148,13 +161,15 @@ class LLM:
 class _Job:
     """One prompt on its way to its output."""
 
-    def __init__(self, llm: LLM, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM, prompt: Prompt, breakpoints: tuple[int, ...], params: SamplingParams) -> None:
         tokens = [int(token) for token in llm.tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
         if params.stop:
             llm.loaded.require_tokenizer()
         self.params = params
+        self.breakpoints = breakpoints
         with_logprobs = params.logprobs is not None
-        outputs = [CompletionOutput(index, logprobs=[] if with_logprobs else None) for index in range(params.n)]
+        outputs = [CompletionOutput(index, logprobs=[] if with_logprobs else None) for index in range(params.samples)]
+        self._scores = [Score() for _ in outputs] if params.samples > params.n else []
         self.output = RequestOutput(prompt if isinstance(prompt, str) else None, tokens, outputs)
         self._texts: list[TextStream] = []
         if llm.loaded.tokenizer is not None:
@@ -164,8 +179,11 @@ class _Job:
         """Add a token; True if a stop string ended the text here."""
         output = self.output.outputs[index]
         output.token_ids.append(event.token)
+        if self._scores:
+            self._scores[index].add(event)
         if output.logprobs is not None and event.logprobs is not None:
             output.logprobs.append(event.logprobs)
+        output.score = event.score
         ended = event.finish_reason
         if self._texts:
             text = self._texts[index]
@@ -178,6 +196,12 @@ class _Job:
         if ended is not None:
             output.finish_reason = ended.value
         return ended is FinishReason.STOP and event.finish_reason is None
+
+    def keep_the_best(self) -> None:
+        """Leave as many outputs as were asked for, once all of them are complete."""
+        if self._scores:
+            kept = [self.output.outputs[index] for index in best(self._scores, self.params.n)]
+            self.output.outputs = [replace(output, index=index) for index, output in enumerate(kept)]
 
 
 def _listed(prompts: Any) -> list[Prompt]:

@@ -126,7 +126,9 @@ def test_a_wrong_option(command) -> None:
 def test_generate(command, made) -> None:
     status, out, _ = command("generate", "one", "two", "-n", "2", "--memory", "1GiB", "--temperature", "0")
     assert (status, out) == (0, "ONE\n\nONE\n\nTWO\n\nTWO\n")
-    assert made[0]["memory"] == "1GiB"
+    assert made[0]["memory"] == "1GiB" and made[0]["prefix_caching"] is True
+    command("generate", "one", "--no-prefix-caching")
+    assert made[1]["prefix_caching"] is False
     status, out, _ = command("generate", "--chat", "hi", "--json")
     assert json.loads(out)["outputs"][0] == {
         "prompt": "hi",
@@ -143,6 +145,8 @@ def test_generate_from_standard_input(made) -> None:
 
 def test_chat_answers_a_pipe_once(made) -> None:
     assert runner.invoke(cli.app, ["chat"], input="two lines\nsay [[once]]\n").output == "once\n"
+    assert runner.invoke(cli.app, ["chat", "--no-prefix-caching"], input="say [[once]]\n").output == "once\n"
+    assert [options["prefix_caching"] for options in made] == [True, False]
 
 
 @pytest.fixture
@@ -236,6 +240,7 @@ def test_serve_hands_its_options_on(command, monkeypatch) -> None:
     monkeypatch.setenv("TENFOLD_API_KEY", "one two")
     options = ("--port", "0", "--max-body", "1MiB", "--served-model-name", "a", "--served-model-name", "b")
     status, out, _ = command("serve", "some-model", *options, "--max-queue-requests", "7", "--block-size", "32")
+    assert seen["prefix_caching"] is True
     assert status == 0 and out.startswith("Serving m at http://127.0.0.1:")
     assert seen["settings"] == ServerSettings(("a", "b"), ("one", "two"), 2**20)
     assert (seen["model"], seen["max_queue"], seen["block_size"], seen["memory"]) == ("some-model", 7, 32, "2GiB")

@@ -61,6 +61,7 @@ BAD: list[Any] = [
 ]
 
 
+BAD += [("best_of", 0), ("best_of", 129), ("best_of", 1.5)]
 BAD += [("temperature", 10**400), ("stop", 5), ("stop", {"a": 1}), ("stop_token_ids", 5), ("logit_bias", [1])]
 
 
@@ -96,6 +97,13 @@ def test_stop_is_a_tuple_whichever_way_it_was_given() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams().stop == ()
+
+
+def test_best_of_is_at_least_n() -> None:
+    assert SamplingParams(n=2, best_of=5).samples == 5 and SamplingParams(n=2).samples == 2
+    with pytest.raises(RequestError, match="best_of 2 is less than n 3") as caught:
+        SamplingParams(n=3, best_of=2)
+    assert caught.value.param == "best_of"
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -20,6 +21,13 @@ TEMPLATE = """{% for message in messages %}\
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment()
+    environment.globals["raise_exception"] = _raise
+    return environment.from_string(template)
 
 
 class ByteTokenizer:
@@ -47,7 +55,5 @@ class ByteTokenizer:
         self, messages: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
         assert not tokenize
-        environment = ImmutableSandboxedEnvironment()
-        environment.globals["raise_exception"] = _raise
-        template = environment.from_string(self.chat_template or "")
+        template = _compiled(self.chat_template or "")
         return template.render(messages=messages, add_generation_prompt=add_generation_prompt)

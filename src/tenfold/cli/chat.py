@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import typer
 
 from tenfold.cli import options
 from tenfold.core.types import FinishReason, SamplingParams
-from tenfold.engine.chat import render_chat
+from tenfold.engine.chat import ChatPrompt, render_chat
 from tenfold.engine.engine import Engine
 from tenfold.engine.interrupt import deferred_interrupt
 from tenfold.engine.ports import Messages
@@ -39,6 +39,7 @@ def chat(
     block_size: options.BlockSize = 16,
     max_batch_tokens: options.MaxBatchTokens = 512,
     max_sequences: options.MaxSequences = 256,
+    prefix_caching: options.PrefixCaching = True,
     log_level: options.Level = options.LogLevel.WARNING,
 ) -> None:
     """Talk to a model. Piped standard input is one message: its answer is printed, and that is all."""
@@ -63,6 +64,7 @@ def chat(
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
         max_sequences=max_sequences,
+        prefix_caching=prefix_caching,
     )
     conversation = Conversation(llm.engine, llm.tokenizer, params, system)
     if sys.stdin.isatty():
@@ -132,15 +134,15 @@ def converse(conversation: Conversation) -> None:
                 print(f"error: {error}\n(/reset starts again)", file=sys.stderr)
 
 
-def stream(engine: Engine, tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> Generator[str]:
+def stream(engine: Engine, tokenizer: Any, prompt: ChatPrompt, params: SamplingParams) -> Generator[str]:
     """Yield the text of one answer, a piece for each step, perhaps empty. Closing the iterator ends the answer.
 
     Raises:
         RequestError: the prompt or the parameters cannot be run.
         EngineError: a step failed.
     """
-    (sequence,) = engine.submit(prompt, params)
-    text = TextStream.of(tokenizer, prompt, params)
+    (sequence,) = engine.submit(prompt.tokens, params, breakpoints=prompt.breakpoints)
+    text = TextStream.of(tokenizer, prompt.tokens, params)
     try:
         ended = False
         while not ended:

@@ -40,6 +40,7 @@ def generate(
     block_size: options.BlockSize = 16,
     max_batch_tokens: options.MaxBatchTokens = 512,
     max_sequences: options.MaxSequences = 256,
+    prefix_caching: options.PrefixCaching = True,
     log_level: options.Level = options.LogLevel.WARNING,
 ) -> None:
     """Continue prompts, all of them together, and print the texts."""
@@ -66,6 +67,7 @@ def generate(
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
         max_sequences=max_sequences,
+        prefix_caching=prefix_caching,
     )
     if chat:
         outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)

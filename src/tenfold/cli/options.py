@@ -39,6 +39,14 @@ Device = Annotated[str, _engine("Where to compute: cpu, cuda or another torch de
 BlockSize = Annotated[int, _engine("Tokens in a block of memory.", min=1)]
 MaxBatchTokens = Annotated[int, _engine("Tokens of one step at most; longer prompts come in chunks.", min=1)]
 MaxSequences = Annotated[int, _engine("Sequences that run at once at most.", min=1)]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching",
+        help="Keep what was computed, so that later prompts with the same beginning need not compute it again.",
+        rich_help_panel=MODEL_PANEL,
+    ),
+]
 Level = Annotated[LogLevel, typer.Option("--log-level", help="How much to log on standard error.")]
 
 MaxTokens = Annotated[int | None, sampling_option("Tokens to generate at most.")]

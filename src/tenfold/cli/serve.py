@@ -46,6 +46,7 @@ def serve(
     block_size: options.BlockSize = 16,
     max_batch_tokens: options.MaxBatchTokens = 512,
     max_sequences: options.MaxSequences = 256,
+    prefix_caching: options.PrefixCaching = True,
     log_level: options.Level = options.LogLevel.INFO,
 ) -> None:
     """Serve a model over OpenAI-compatible HTTP."""
@@ -73,6 +74,7 @@ def serve(
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            prefix_caching=prefix_caching,
             max_queue=max_queue_requests,
         )
         # Full collections would walk everything that was loaded, again and again, in the middle of a step.

@@ -42,8 +42,17 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
-    async def generate(self, prompts: Tokens[Tokens[int]], params: SamplingParams) -> Generation:
+    async def generate(
+        self,
+        prompts: Tokens[Tokens[int]],
+        params: SamplingParams,
+        *,
+        cache_salt: str = "",
+        breakpoints: Tokens[tuple[int, ...]] = (),
+    ) -> Generation:
         """Queue prompts, all or none, and return their stream of tokens once the engine has taken them.
+
+        ``cache_salt`` is as for ``Engine.submit``; ``breakpoints``, if there are any, has those of each prompt.
 
         Raises:
             RequestError, QueueFullError: as ``Engine.submit``.
@@ -53,11 +62,12 @@ class EngineThread:
             self.engine.request(prompt, params)  # refuse what is plainly wrong without waiting for a step to end
         stream: Stream = asyncio.Queue()
         taken: list[int] = []
+        places = breakpoints or [()] * len(prompts)
 
         def submit() -> None:
             try:
-                for prompt in prompts:
-                    taken.extend(self.engine.submit(prompt, params))
+                for prompt, marks in zip(prompts, places, strict=True):
+                    taken.extend(self.engine.submit(prompt, params, cache_salt=cache_salt, breakpoints=marks))
             except Exception:
                 for sequence in taken:
                     self.engine.finish(sequence)
@@ -169,7 +179,7 @@ class EngineThread:
 
 
 class Generation:
-    """The tokens of the prompts' sequences as they come; sample ``j`` of prompt ``i`` has index ``i * n + j``.
+    """The tokens of the prompts' sequences as they come; sample ``j`` of prompt ``i`` has index ``i * samples + j``.
 
     Iterate it to the end, or ``close`` it: what is still running then ends and frees its memory within a step.
     """

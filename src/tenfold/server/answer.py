@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tenfold.core import SamplingParams
+from tenfold.engine.ranking import best
 from tenfold.engine.service import Generation
 from tenfold.errors import EngineError, RequestError
 from tenfold.server.errors import ClientGone, as_api_error
@@ -36,23 +37,35 @@ class Answer:
     generation: Generation
     samples: list[Sample]
     form: Form
+    params: SamplingParams
     prompt_tokens: int
 
     @classmethod
     async def begin(
-        cls, serving: Serving, prompts: Sequence[Sequence[int]], params: SamplingParams, form: Form
+        cls,
+        serving: Serving,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        form: Form,
+        *,
+        cache_salt: str,
+        breakpoints: Sequence[tuple[int, ...]] = (),
     ) -> Answer:
         """Queue the prompts. Raises RequestError, QueueFullError and EngineError as ``EngineThread.generate``."""
-        total, bound = len(prompts) * params.n, serving.engine.max_queue
+        count = params.samples
+        total, bound = len(prompts) * count, serving.engine.max_queue
         if bound is not None and total > bound:
-            raise RequestError(f"{len(prompts)} prompts times n = {params.n} exceed the queue's bound of {bound}", "n")
-        generation = await serving.thread.generate(prompts, params)
+            name = "n" if count == params.n else "best_of"
+            raise RequestError(
+                f"{len(prompts)} prompts times {name} = {count} exceed the queue's bound of {bound}", name
+            )
+        generation = await serving.thread.generate(prompts, params, cache_salt=cache_salt, breakpoints=breakpoints)
         samples = [
-            Sample(place * params.n + sample, serving.tokenizer, prompt, params)
+            Sample(place * count + sample, serving.tokenizer, prompt, params)
             for place, prompt in enumerate(prompts)
-            for sample in range(params.n)
+            for sample in range(count)
         ]
-        return cls(serving, generation, samples, form, sum(len(prompt) for prompt in prompts))
+        return cls(serving, generation, samples, form, params, sum(len(prompt) for prompt in prompts))
 
     async def whole(self) -> JSONResponse:
         """Wait for the end of all samples."""
@@ -63,7 +76,8 @@ class Answer:
                     parts[piece.sample].append(piece)
         finally:
             self.generation.close()
-        return JSONResponse(self.form.whole([_joined(part) for part in parts], self._usage()))
+        chosen = [_joined(parts[sample]) for sample in self._best()]
+        return JSONResponse(self.form.whole([part._replace(sample=i) for i, part in enumerate(chosen)], self._usage()))
 
     def stream(self, include_usage: bool) -> StreamingResponse:
         return _EventStream(self, include_usage)
@@ -84,8 +98,18 @@ class Answer:
             yield _event(self.form.usage_chunk(self._usage()))
         yield b"data: [DONE]\n\n"
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self.prompt_tokens, sum(sample.tokens for sample in self.samples))
+    def _best(self) -> list[int]:
+        """Indices of the samples to answer with: all of them, or the best of each prompt."""
+        n, count = self.params.n, self.params.samples
+        if n == count:
+            return list(range(len(self.samples)))
+        scores = [sample.score for sample in self.samples]
+        return [i + each for i in range(0, len(scores), count) for each in best(scores[i : i + count], n)]
+
+    def _usage(self) -> dict[str, Any]:
+        """Samples share their prompt: what was cached of it is what the first of them found."""
+        cached = sum(sample.reused for sample in self.samples[:: self.params.samples])
+        return usage(self.prompt_tokens, sum(sample.tokens for sample in self.samples), cached)
 
 
 class _EventStream(StreamingResponse):

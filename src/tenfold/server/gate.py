@@ -26,7 +26,10 @@ class Gate:
         if scope["type"] != "http" or scope["path"] == OPEN_PATH:
             await self._app(scope, receive, send)
             return
-        error = self._wrong_key(scope) or self._not_ready(scope)
+        place = self._key_place(scope)
+        if place is not None:
+            scope.setdefault("state", {})["tenant"] = f"{place}:"
+        error = self._wrong_key(scope, place) or self._not_ready(scope)
         if error is not None:
             response: JSONResponse = error.response()
             await response(scope, receive, send)
@@ -37,16 +40,17 @@ class Gate:
         finally:
             self._serving.active -= 1
 
-    def _wrong_key(self, scope: Scope) -> ApiError | None:
-        if not self._keys:
-            return None
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = sent.partition(b" ")
+    def _key_place(self, scope: Scope) -> int | None:
+        """Which of the keys the request has; None without a right one."""
+        scheme, _, key = _authorization(scope).partition(b" ")
         # Every key is compared, in constant time, so that the time taken tells nothing about them.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() == b"bearer" and any(matches):
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
+
+    def _wrong_key(self, scope: Scope, place: int | None) -> ApiError | None:
+        if not self._keys or place is not None:
             return None
-        message = "the API key is wrong" if sent else "an API key is needed"
+        message = "the API key is wrong" if _authorization(scope) else "an API key is needed"
         return ApiError(
             401,
             f"{message}: send the header Authorization: Bearer KEY",
@@ -63,3 +67,8 @@ class Gate:
         if status is Status.STOPPING:
             return unavailable("the server is shutting down")
         return unavailable("the engine has failed: the server's log says why, and it must be restarted", 60)
+
+
+def _authorization(scope: Scope) -> bytes:
+    found: bytes = dict(scope["headers"]).get(b"authorization", b"")
+    return found

@@ -107,6 +107,8 @@ def _counters(stats: dict[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily(f"tenfold_{name}", text, value=stats[name])
     for name, label, text, key in (
         ("allocation_failures", "pool", "Requests for memory that found none, by pool.", "allocation_failures"),
+        ("evictions", "kind", "Cached blocks and checkpoints given up for something else, by kind.", "evictions"),
+        ("prefix_tokens", "outcome", "Prompt tokens: found in the cache (hit), or computed and why.", "prefix_tokens"),
         ("requests", "outcome", "Sequences that ended, by outcome.", "requests"),
         ("tokens", "kind", "Tokens of admitted prompts and generated tokens.", "tokens"),
     ):

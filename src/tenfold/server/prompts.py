@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tenfold.engine.chat import render_chat
+from tenfold.engine.chat import ChatPrompt, render_chat
 from tenfold.engine.ports import Messages
-from tenfold.errors import RequestError
-from tenfold.server.schema import shortened
+from tenfold.errors import RequestError, shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NULLABLE = frozenset({"refusal", "audio", "annotations", "function_call", "tool_calls"})
@@ -15,9 +14,9 @@ NULLABLE = frozenset({"refusal", "audio", "annotations", "function_call", "tool_
 
 
 def chat_messages(sent: list[Any]) -> Messages:
-    """The conversation for a chat template: known roles, and contents that are strings.
+    """The conversation for ``render_chat``: known roles, and contents that are strings or lists.
 
-    ``developer`` is OpenAI's newer name of ``system``, which is what templates know; text parts are joined.
+    ``developer`` is OpenAI's newer name of ``system``, which is what templates know.
 
     Raises:
         RequestError: something in it is not supported; ``param`` names it.
@@ -36,6 +35,9 @@ def chat_messages(sent: list[Any]) -> Messages:
         for name, value in message.items():
             if name in ("role", "content") or (name in NULLABLE and not value):
                 continue
+            if name == "cache_control":
+                kept[name] = value
+                continue
             if name != "name" and not (name == "tool_call_id" and role == "tool"):
                 where = f"{at}.{name[:80]}"
                 raise RequestError(f"{where} is not supported: leave it out", where, "unsupported_parameter")
@@ -46,8 +48,8 @@ def chat_messages(sent: list[Any]) -> Messages:
     return messages
 
 
-def chat_prompt(tokenizer: Any, sent: list[Any]) -> list[int]:
-    """Token ids of a conversation. Raises RequestError as ``chat_messages`` and ``render_chat``."""
+def chat_prompt(tokenizer: Any, sent: list[Any]) -> ChatPrompt:
+    """The prompt of a conversation. Raises RequestError as ``chat_messages`` and ``render_chat``."""
     return render_chat(tokenizer, chat_messages(sent))
 
 
@@ -84,23 +86,12 @@ def _no_prompt() -> RequestError:
     )
 
 
-def _content(value: Any, at: str) -> str:
-    if isinstance(value, str):
-        return value
+def _content(value: Any, at: str) -> str | list[Any]:
     if value is None:
         raise RequestError(f"{at} is required", at, "missing_required_parameter")
-    if not isinstance(value, list):
+    if not isinstance(value, str | list):
         raise RequestError(f"{at} must be a string or a list of text parts, not {shortened(value)}", at, "invalid_type")
-    texts = []
-    for place, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            where = f"{at}[{place}]"
-            raise RequestError(
-                f"{where}: parts of type {shortened(kind)} are not supported: send text", where, "unsupported_parameter"
-            )
-        texts.append(_string(part.get("text"), f"{at}[{place}].text"))
-    return "".join(texts)
+    return value
 
 
 def _string(value: Any, at: str) -> str:

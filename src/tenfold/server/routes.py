@@ -54,12 +54,15 @@ async def chat_completions(request: Request) -> Response:
     serving = _serving(request)
     body = ChatRequest.parse(await read_json(request, serving.settings.max_body_bytes))
     serving.require_model(body.model)
-    params = body.params()
+    params, salt = body.params(), _salt(request, body.cache_salt)
 
     async def begin() -> Answer:
         prompt = await asyncio.to_thread(chat_prompt, serving.tokenizer, body.messages)
+        form = ChatForm(body.model, params.logprobs)
         with body.spelling():
-            return await Answer.begin(serving, [prompt], params, ChatForm(body.model, params.logprobs))
+            return await Answer.begin(
+                serving, [prompt.tokens], params, form, cache_salt=salt, breakpoints=[prompt.breakpoints]
+            )
 
     return await _answer(request, begin, body.stream, body.include_usage)
 
@@ -69,12 +72,13 @@ async def completions(request: Request) -> Response:
     serving = _serving(request)
     body = CompletionRequest.parse(await read_json(request, serving.settings.max_body_bytes))
     serving.require_model(body.model)
-    params = body.params()
+    params, salt = body.params(), _salt(request, body.cache_salt)
 
     async def begin() -> Answer:
         limit = serving.settings.max_prompts
         prompts = await asyncio.to_thread(completion_prompts, serving.tokenizer, body.prompt, limit)
-        return await Answer.begin(serving, prompts, params, CompletionForm(body.model, params.logprobs))
+        form = CompletionForm(body.model, params.logprobs)
+        return await Answer.begin(serving, prompts, params, form, cache_salt=salt)
 
     return await _answer(request, begin, body.stream, body.include_usage)
 
@@ -88,7 +92,7 @@ async def tokenize(request: Request) -> JSONResponse:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt, a string, or messages", "prompt")
     if body.messages is not None:
-        tokens = await asyncio.to_thread(chat_prompt, serving.tokenizer, body.messages)
+        tokens = (await asyncio.to_thread(chat_prompt, serving.tokenizer, body.messages)).tokens
     else:
         special = body.add_special_tokens
         tokens = await asyncio.to_thread(encode, serving.tokenizer, body.prompt or "", add_special_tokens=special)
@@ -124,6 +128,12 @@ async def _answer(
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": serving.created, "owned_by": "tenfold"}
+
+
+def _salt(request: Request, sent: str) -> str:
+    """What a request's prefixes are shared under: holders of different keys share nothing, whatever salt they send."""
+    tenant: str = getattr(request.state, "tenant", "")
+    return tenant + sent
 
 
 def _serving(request: Request) -> Serving:

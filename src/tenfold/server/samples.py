@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from tenfold.core import FinishReason, SamplingParams, TokenEvent
+from tenfold.engine.ranking import Score
 from tenfold.engine.service import Generation
 from tenfold.engine.text import TextStream
 from tenfold.server.logprobs import TokenEntry, token_entry
@@ -22,11 +23,19 @@ class Piece(NamedTuple):
 
 
 class Sample:
-    """One choice of an answer. ``tokens`` counts the generated ones, the one that ended it included."""
+    """One choice of an answer, or a candidate for one.
+
+    ``tokens`` counts the generated ones, the one that ended it included; ``reused`` those of its prompt that were found
+    in the cache. ``score`` is kept where ``SamplingParams.best_of`` ranks the samples.
+    """
 
     def __init__(self, index: int, tokenizer: Any, prompt: Sequence[int], params: SamplingParams) -> None:
         self.index = index
         self.tokens = 0
+        self.reused = 0
+        self.score = Score()
+        self._ranked = params.samples > params.n
+        self._with_entries = params.logprobs is not None
         self._tokenizer = tokenizer
         self._stream = TextStream.of(tokenizer, prompt, params)
         self._previous = prompt[-1]
@@ -41,10 +50,13 @@ class Sample:
         if self._finish_reason is not None:
             return False
         self.tokens += 1
+        self.reused = event.reused
+        if self._ranked:
+            self.score.add(event)
         if event.finish_reason is FinishReason.STOP:  # the token is the one that says so, and no part of the text
             self._end(FinishReason.STOP)
             return False
-        if event.logprobs is not None:
+        if self._with_entries and event.logprobs is not None:
             self._entries.append(
                 token_entry(self._tokenizer, self._previous, event.token, event.logprobs, self._stream.length)
             )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from tenfold.core import SamplingParams
 from tenfold.core.types import MAX_LOGPROBS
-from tenfold.errors import RequestError
+from tenfold.errors import RequestError, shortened
 
 NO_EFFECT = frozenset({"user", "metadata", "safety_identifier"})
 """They identify the caller to OpenAI: accepted, and without effect here."""
@@ -134,6 +134,7 @@ class Generate(Body):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str = ""
 
     @field_validator("logit_bias")
     @classmethod
@@ -200,10 +201,10 @@ class CompletionRequest(Generate):
 
     def params(self) -> SamplingParams:
         """As ``sampling``; without a bound, 16 tokens are generated."""
-        if self.best_of is not None and self.best_of != self.n:
-            raise RequestError("best_of is not supported: leave it out, or send the value of n", "best_of")
+        if self.stream and self.best_of is not None and self.best_of > self.n:
+            raise RequestError("best_of above n is not allowed with stream: true: leave one of them out", "best_of")
         bound = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return self.sampling(logprobs=self.logprobs, **bound)
+        return self.sampling(logprobs=self.logprobs, best_of=self.best_of, **bound)
 
 
 class TokenizeRequest(Body):
@@ -241,11 +242,3 @@ def _request_error(error: ValidationError) -> RequestError:
         return RequestError(f"{param} {first['msg'].removeprefix('Value error, ')}", param, "invalid_value")
     reason = first["msg"].replace("Input should", "should", 1)
     return RequestError(f"{param} {reason}, not {shortened(first['input'])}", param, "invalid_type")
-
-
-def shortened(value: Any) -> str:
-    """What a message may repeat of a value that a client sent."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -10,8 +10,9 @@ class ServerSettings:
     """Options of one HTTP server.
 
     ``aliases`` are names that clients may use for the model beside its own. With ``api_keys``, every endpoint except
-    ``/health`` demands one of them. ``max_body_bytes`` bounds a request's body, ``max_prompts`` the prompts in it.
-    ``shutdown_timeout`` is how many seconds running requests have to finish once the server is asked to stop.
+    ``/health`` demands one of them, and prompts of different keys share no prefixes. ``max_body_bytes`` bounds a
+    request's body, ``max_prompts`` the prompts in it. ``shutdown_timeout`` is how many seconds running requests have
+    to finish once the server is asked to stop.
     """
 
     aliases: tuple[str, ...] = ()
