@@ -122,3 +122,27 @@ def test_best_of_counts_in_the_queue() -> None:
         body = {"model": MODEL, "prompt": "[[x]]", "best_of": 5}
         error = httpx.post(live.url + "/v1/completions", json=body).json()["error"]
         assert error["param"] == "best_of" and "bound of 4" in error["message"]
+
+
+def test_beam_search_over_http(fresh: Live) -> None:
+    with client_of(fresh) as client:
+        beams = {"use_beam_search": True, "beam_width": 3, "length_penalty": 0.5, "early_stopping": "never"}
+        answer = client.chat.completions.create(model=MODEL, messages=chat("[[yes]]"), extra_body=beams, max_tokens=9)
+        assert answer.choices[0].message.content == "yes"
+        assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"beam_width": 3}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 0}, "beam_width"),
+        ({"use_beam_search": True, "beam_width": 1000}, "beam_width"),
+        ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
+        ({"use_beam_search": True, "top_k": 3}, "top_k"),
+    ],
+)
+def test_beam_search_is_refused_by_name(fresh: Live, fields: dict[str, Any], param: str) -> None:
+    with client_of(fresh) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=chat("x"), extra_body=fields)
+    assert caught.value.param == param

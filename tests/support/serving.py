@@ -76,7 +76,7 @@ class ScriptedRunner:
         return script[place] if place < len(script) else END
 
     def logprobs(self, token: int, entry: Any) -> TokenLogprobs | None:
-        asked = entry.params.logprobs
+        asked = entry.candidates or entry.params.logprobs
         if asked is None:
             return None
         likelihood = self.likelihoods[entry.sequence % len(self.likelihoods)]

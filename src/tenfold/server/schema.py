@@ -111,6 +111,9 @@ class StreamOptions(BaseModel):
         return value
 
 
+BEAM_PARAMETERS = ("beam_width", "length_penalty", "early_stopping")
+
+
 class Generate(Body):
     """What chat and plain completions have in common."""
 
@@ -134,6 +137,10 @@ class Generate(Body):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     cache_salt: str = ""
 
     @field_validator("logit_bias")
@@ -152,8 +159,12 @@ class Generate(Body):
         """The parameters for the engine. Raises RequestError for values out of range."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", "stream_options")
+        for name in BEAM_PARAMETERS:
+            if getattr(self, name) is not None and not self.use_beam_search:
+                raise RequestError(f"{name} is only allowed with use_beam_search: true", name)
         with self.spelling():
-            given = {name: getattr(self, name) for name in SHARED_PARAMETERS if name in self.model_fields_set}
+            known = (*SHARED_PARAMETERS, "use_beam_search", *BEAM_PARAMETERS)
+            given = {name: getattr(self, name) for name in known if name in self.model_fields_set}
             if self.logit_bias:
                 given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
             return SamplingParams(**given, **own)
