@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> Result:
     rows: list[Row] = []
     notes = [
         f"turns: {TURNS} of {TURN_TOKENS} new tokens each, {ANSWER_TOKENS} answered; time to the first token of each.",
-        f"shared prompts: {PROMPTS} prompts of {SHARED + 1} tokens of which {SHARED} are shared, one output token each. "
+        f"turns: {TURNS} of {TURN_TOKENS} new tokens each, {ANSWER_TOKENS} answered; time to first token.",
         "A public report has 10.0x on a dense and 1.008x on a hybrid model.",
         "together: 32 requests at once on one 512-token prefix; prompt tokens computed, of the least.",
         "samples: n = 8 of 2,000 prompt tokens; peak blocks, of the least; time to first token over that of n = 1.",
