@@ -19,6 +19,9 @@ BENCHMARKS = {
     "scheduler": "One decode step of the scheduler alone: plan and commit, no model",
     "reuse": "Prefix reuse with real models: turns, shared prompts, joins and samples",
     "memory": "The share of KV memory that holds tokens, on recorded request lengths",
+    "prefix_traces": "Prompt tokens that need not be computed, on recorded prompts, by how states are kept",
+    "sharing": "Blocks that samples and beams of one prompt have in common",
+    "kernels": "Compiled CPU kernels: bytes of the arena per second, and against the torch reference",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"
 

@@ -12,6 +12,7 @@ from tenfold.engine.engine import Engine
 from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
+from tenfold.runtime.kernels import CHOICES
 from tenfold.runtime.runner import TorchRunner
 from tenfold.units import parse_bytes
 
@@ -36,6 +37,7 @@ def assemble(
     max_queue: int | None = None,
     depth: int = 1,
     prefix_caching: bool = True,
+    kernels: str = "auto",
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -51,6 +53,8 @@ def assemble(
         max_queue: sequences that may wait at once; None is unbounded.
         depth: steps under way at once, 1 to 3.
         prefix_caching: whether prompts may reuse what earlier ones left in the arena.
+        kernels: ``"native"`` for the compiled CPU kernels, ``"reference"`` for plain torch, ``"auto"`` for the fastest
+            that can be used here.
         progress: whether to draw progress bars on standard error.
 
     Raises:
@@ -63,6 +67,8 @@ def assemble(
         raise ModelError(f"max_sequences must be at least 1, not {max_sequences}")
     if not 1 <= depth <= 3:
         raise ModelError(f"depth must be 1, 2 or 3, not {depth}")
+    if kernels not in CHOICES:
+        raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {kernels!r}")
     pool_bytes = parse_bytes(memory)
     target = _device(device)
     loaded = load_model(model, dtype=dtype, device=target, progress=progress)
@@ -79,6 +85,7 @@ def assemble(
         vocab_size=loaded.vocab_size,
         dtype=loaded.dtype,
         device=target,
+        kernels=kernels,
     )
     engine = Engine(
         scheduler,

@@ -261,6 +261,7 @@ class Cache:
             source, target = self.spec.slot_page(checkpoint.slot), self.spec.slot_page(seq.slot)
             self.copies.append(Copy(source, target, self.spec.slot_pages))
             checkpoint.pinned = False
+            checkpoint.uses += 1
             self.index.touch(checkpoint)
 
     def _own_tail(self, seq: Sequence, match: Match) -> None:
@@ -326,8 +327,10 @@ class Cache:
         self._add_checkpoint(seq, checkpoint)
 
     def _add_checkpoint(self, seq: Sequence, checkpoint: Checkpoint) -> None:
+        named = self.index.page_of
         for key, page in zip(checkpoint.path, seq.table, strict=False):
-            self.index.add_block(key, page)
+            if key not in named:
+                self.index.add_block(key, page)
         self.index.add_checkpoint(checkpoint)
 
     def _forget_checkpoint(self, checkpoint: Checkpoint) -> None:

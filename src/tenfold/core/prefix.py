@@ -43,7 +43,9 @@ def chain(parent: bytes, tokens: Tokens[int]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """A recurrent state at ``position``. ``path`` names the blocks before it, its own partly filled one included."""
+    """A recurrent state at ``position``. ``path`` names the blocks before it, its own partly filled one included.
+    ``value`` is the compute it saves per page each time a sequence starts from a copy of it, ``uses`` how often one
+    has."""
 
     position: int
     slot: int
@@ -51,6 +53,7 @@ class Checkpoint:
     value: float
     leaf: bool
     pinned: bool = False
+    uses: int = 0
 
     @property
     def key(self) -> Key:
@@ -60,9 +63,9 @@ class Checkpoint:
 class PrefixIndex:
     """Names of blocks and checkpoints, and their order of eviction. It owns no memory: ``Cache`` acts on its answers.
 
-    Priorities follow GreedyDual-Size (Cao and Irani, 1997): what an item saves per page, plus an offset that rises to
-    the priority of whatever is evicted, so that recency and value are one number. An item's value is its compute saved
-    per page, from the model's own costs.
+    Priorities follow GreedyDual-Size-Frequency (Cherkasova, 1998): what an item saves per page times how often it was
+    wanted, plus an offset that rises to the priority of whatever is evicted, so that recency, frequency and value are
+    one number. An item's value is its compute saved per page, from the model's own costs.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -114,7 +117,7 @@ class PrefixIndex:
     def offer_block(self, page: int, depth: int) -> None:
         """``page`` has no reference any more: it may be evicted, unless a checkpoint stands on it."""
         keys = self.keys_at[page]
-        if self.spec.slot_pages and any(key in self.needed for key in keys):
+        if self.spec.slot_pages and not self.needed.keys().isdisjoint(keys):
             return
         priority = ORPHAN if self.spec.slot_pages else self.clock + self.spec.block_value
         self._push(keys[0], priority, depth)
@@ -140,7 +143,7 @@ class PrefixIndex:
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """It was made or used just now."""
-        self._push(checkpoint, self.clock + checkpoint.value, checkpoint.position)
+        self._push(checkpoint, self.clock + checkpoint.value * (1 + checkpoint.uses), checkpoint.position)
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[int, Key]]:
         """Forget it; returns depths and names of the blocks that no checkpoint stands on any more."""
