@@ -25,25 +25,13 @@ from tenfold.core import Cache, CacheSpec, ModelSpec, Request, Sequence
 from tenfold.core.cache import NOTHING
 from tenfold.core.joins import Joins
 from tenfold.core.prefix import chain, root
+from tenfold.planner.models import KNOWN
 
 MIB = 2**20
 POOL_MIB = 23_859
 """What an 80 GB device has left beside the weights."""
 SCALES = (1, 4, 16)
-QWEN_27B: dict[str, Any] = {
-    "num_hidden_layers": 64,
-    "hidden_size": 5120,
-    "intermediate_size": 17_408,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
+QWEN_27B = KNOWN["qwen3.8-27b"]
 TRACE_BLOCK = 512
 PADDED_BLOCK, PADDED_BYTES = 784, 51_380_224
 """A block padded to a third of the state, as vLLM does for this model."""

@@ -171,9 +171,7 @@ class Cache:
         self.holders[child.id] = child
         if self.spec.slot_pages:
             child.slot = self._take_slot()
-            pages = self.spec.slot_pages
-            copy = Copy(self.spec.slot_page(parent.slot), self.spec.slot_page(child.slot), pages)
-            (self.deferred if defer else self.copies).append(copy)
+            (self.deferred if defer else self.copies).append(self._state_copy(parent.slot, child.slot))
         child.table = list(parent.table)
         for page in child.table:
             self.arena.share_block(page)
@@ -227,7 +225,7 @@ class Cache:
                 return False
             self._evict()
         slot = self._take_slot()
-        self.copies.append(Copy(self.spec.slot_page(seq.slot), self.spec.slot_page(slot), pages))
+        self.copies.append(self._state_copy(seq.slot, slot))
         self._add_checkpoint(seq, Checkpoint(seq.issued, slot, path, value, leaf=False))
         return True
 
@@ -258,8 +256,7 @@ class Cache:
             return
         seq.slot = self._take_slot()
         if checkpoint is not None:
-            source, target = self.spec.slot_page(checkpoint.slot), self.spec.slot_page(seq.slot)
-            self.copies.append(Copy(source, target, self.spec.slot_pages))
+            self.copies.append(self._state_copy(checkpoint.slot, seq.slot))
             checkpoint.pinned = False
             checkpoint.uses += 1
             self.index.touch(checkpoint)
@@ -387,6 +384,10 @@ class Cache:
             keep = page in named
             if self.arena.release_block(page, keep) and keep:
                 self.index.offer_block(page, depth + i)
+
+    def _state_copy(self, source: int, target: int) -> Copy:
+        """One slot's state into another."""
+        return Copy(self.spec.slot_page(source), self.spec.slot_page(target), self.spec.slot_pages)
 
     def _take_slot(self) -> int:
         """The highest free slot; blocks on its pages move, and every table and name follows."""

@@ -74,6 +74,14 @@ class Embedding:
         return functional.embedding(token_ids, self.weight)
 
 
+def output_head(config: Any, weights: Weights, embedding: Embedding) -> Linear:
+    """The map from [..., width] to logits [..., vocabulary]: its own weight, or the embedding's where they are tied."""
+    if config.tie_word_embeddings:
+        weights.ignore("lm_head.weight")
+        return Linear(embedding.weight)
+    return Linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+
+
 class RMSNorm:
     """Root mean square normalisation of the last dimension, in float32 inside whatever the compute dtype is."""
 

@@ -18,6 +18,7 @@ from tenfold.models.layers import (
     activation_function,
     check_rope,
     head_width,
+    output_head,
     rotate,
 )
 from tenfold.models.weights import Weights
@@ -109,11 +110,7 @@ class Llama:
         self.embedding = Embedding(weights.take("model.embed_tokens.weight", table))
         self.layers = [Layer(config, traits, weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.head = Linear(self.embedding.weight)
-            weights.ignore("lm_head.weight")
-        else:
-            self.head = Linear(weights.take("lm_head.weight", table))
+        self.head = output_head(config, weights, self.embedding)
 
     @classmethod
     def traits(cls, config: Any) -> Traits:

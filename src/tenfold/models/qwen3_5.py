@@ -23,6 +23,7 @@ from tenfold.models.layers import (
     activation_function,
     check_rope,
     head_width,
+    output_head,
     rotate,
 )
 from tenfold.models.weights import Weights
@@ -179,11 +180,7 @@ class Qwen3_5:
         self.embedding = Embedding(weights.take("model.embed_tokens.weight", table))
         self.layers = [Layer(config, weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = ZeroCentredNorm.load(config, weights, "model.norm", config.hidden_size)
-        if config.tie_word_embeddings:
-            self.head = Linear(self.embedding.weight)
-            weights.ignore("lm_head.weight")
-        else:
-            self.head = Linear(weights.take("lm_head.weight", table))
+        self.head = output_head(config, weights, self.embedding)
 
     @classmethod
     def check(cls, config: Any) -> None:
