@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,8 @@ from tenfold.engine.engine import Engine
 from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
-from tenfold.runtime.kernels import CHOICES
+from tenfold.models.weights import Packing
+from tenfold.runtime.kernels import packing
 from tenfold.runtime.runner import TorchRunner
 from tenfold.units import parse_bytes
 
@@ -38,6 +40,7 @@ def assemble(
     depth: int = 1,
     prefix_caching: bool = True,
     kernels: str = "auto",
+    quantize: str | None = None,
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -55,6 +58,8 @@ def assemble(
         prefix_caching: whether prompts may reuse what earlier ones left in the arena.
         kernels: ``"native"`` for the compiled CPU kernels, ``"reference"`` for plain torch, ``"auto"`` for the fastest
             that can be used here.
+        quantize: how to round the weights of matrix products, on a CPU: ``"int8"`` keeps a scale for every output,
+            ``"int8-groups"`` for every 32 inputs of it, ``"int4"`` too; None keeps them as they are.
         progress: whether to draw progress bars on standard error.
 
     Raises:
@@ -67,11 +72,13 @@ def assemble(
         raise ModelError(f"max_sequences must be at least 1, not {max_sequences}")
     if not 1 <= depth <= 3:
         raise ModelError(f"depth must be 1, 2 or 3, not {depth}")
-    if kernels not in CHOICES:
-        raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {kernels!r}")
     pool_bytes = parse_bytes(memory)
     target = _device(device)
-    loaded = load_model(model, dtype=dtype, device=target, progress=progress)
+
+    def choose(config: Any, chosen: torch.dtype) -> Packing | None:
+        return packing(config, chosen, target, block_size, choice=kernels, quantize=quantize)
+
+    loaded = load_model(model, dtype=dtype, device=target, progress=progress, packing=choose)
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
     spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
     scheduler = Scheduler(spec, max_batch_tokens, max_sequences, prefix_caching=prefix_caching)
@@ -85,7 +92,7 @@ def assemble(
         vocab_size=loaded.vocab_size,
         dtype=loaded.dtype,
         device=target,
-        kernels=kernels,
+        packed=loaded.packed,
     )
     engine = Engine(
         scheduler,

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3_5T
 
 BASE = {
     "vocab_size": 211,
-    "hidden_size": 48,
+    "hidden_size": 96,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -55,11 +55,85 @@ class Step(Protocol):
         """
 
 
+class HeadNorm(NamedTuple):
+    """Root mean square normalisation of every head by ``weight`` [head_dim]; ``rounded`` as in ``Recorder.norm``."""
+
+    weight: Tensor
+    epsilon: float
+    rounded: bool
+
+
+class Recorder(Protocol):
+    """What a forward pass is written down with, for a backend that runs it as a whole (``tenfold.runtime.program``).
+
+    Activations are whatever the recorder makes of them: a model passes them on, ``split``s them into neighbouring
+    columns, and looks at their ``width``. A packed weight is what the recorder's backend made of it at loading.
+    """
+
+    def embed(self, table: Tensor) -> Any:
+        """The rows of ``table`` [vocabulary, width] for the step's tokens."""
+
+    def rotary(self, frequencies: Tensor, scaling: float) -> None:
+        """Compute the angles of the step's positions, which every ``attention`` after it uses."""
+
+    def norm(self, x: Any, weight: Tensor, epsilon: float, *, rounded: bool = True, sampled: bool = False) -> Any:
+        """Root mean square normalisation, of the sampled rows only if ``sampled``.
+
+        With ``rounded`` the normalised value is rounded to the compute dtype before ``weight`` meets it.
+        """
+
+    def select_sampled(self, x: Any) -> Any:
+        """The rows of the tokens that are sampled from."""
+
+    def linear(
+        self, x: Any, weight: Any, *, add_to: Any = None, activation: str = "silu", sampled: bool = False
+    ) -> Any:
+        """The product with a packed weight, plus its bias; added to ``add_to`` in place if that is given.
+
+        A weight that was packed as gated makes ``activation(gate) * up``. With ``sampled`` it makes the logits.
+        """
+
+    def attention(
+        self,
+        layer: int,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        head_dim: int,
+        scale: float,
+        query_head_stride: int | None = None,
+        query_norm: HeadNorm | None = None,
+        key_norm: HeadNorm | None = None,
+    ) -> Any:
+        """Normalise heads where asked to, rotate, and do as ``Step.attend``; returns the heads side by side.
+
+        Heads of ``query`` begin ``query_head_stride`` columns after each other, ``head_dim`` if that is None.
+        """
+
+    def convolve(self, layer: int, x: Any, weight: Tensor) -> Any:
+        """As ``Step.convolve``, then silu."""
+
+    def delta_rule(
+        self, layer: int, query: Any, key: Any, value: Any, beta: Any, step_size: Any, rate: Tensor, step_bias: Tensor
+    ) -> Any:
+        """As ``Step.delta_rule`` with ``sigmoid(beta)`` and decay ``-rate * softplus(step_size + step_bias)``."""
+
+    def gated_norm(self, x: Any, gate: Any, weight: Tensor, epsilon: float) -> Any:
+        """Heads of ``weight``'s size, normalised, multiplied by it and by ``silu(gate)``, in place."""
+
+    def sigmoid_gate(self, x: Any, gate: Any, head_dim: int, gate_head_stride: int) -> Any:
+        """Heads of ``x`` times ``sigmoid(gate)``, in place; the gate's heads are ``gate_head_stride`` columns apart."""
+
+
 class Model(Protocol):
     """A loaded model. It keeps no state between steps: all of that lives with the runtime, behind ``Step``."""
 
     def forward(self, step: Step) -> Tensor:
         """Return the logits [S, vocabulary] of the sampled rows, in the compute dtype."""
+
+    def record(self, recorder: Recorder) -> None:
+        """Write the forward pass down, up to the logits of the sampled rows. Needs weights that were packed."""
 
 
 class ModelFamily(Protocol):

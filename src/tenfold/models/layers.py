@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tenfold.errors import ModelError
-from tenfold.models.weights import Weights
+from tenfold.models.base import HeadNorm, Recorder
+from tenfold.models.weights import Packing, Weights
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,44 +23,49 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Linear:
-    """An affine map of the last dimension.
+    """An affine map of the last dimension: torch's, or one whose weight is packed for a recorded forward pass."""
 
-    On a CPU that computes bfloat16 the weight is packed once into the layout that oneDNN multiplies in; torch's own
-    ``linear`` packs it again at every call, which costs more than the product where a step has few tokens.
-    """
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, pack: Packing | None = None, gated: bool = False
+    ) -> None:
+        """``weight`` is [out, in], ``bias`` is [out] or None. With ``pack`` only what it makes of them is kept.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """``weight`` is [out, in], ``bias`` is [out] or None. The weight itself is not kept where it is packed."""
-        self.bias = bias
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bfloat16()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._packed else weight
+        ``gated`` says that the first half of the outputs gates the second.
+        """
+        self._plain = (weight, bias) if pack is None else None
+        self._packed = None if pack is None else pack(weight, bias, gated)
 
     @classmethod
-    def load(cls, weights: Weights, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool) -> Linear:
+    def load(
+        cls,
+        weights: Weights,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        bias: bool,
+        *,
+        gated: bool = False,
+    ) -> Linear:
         """Take projections that share their input as one, stacked in the order of ``names``.
 
         ``names`` lack the ``.weight``; ``outputs`` are their sizes. Raises ModelError for a missing tensor.
         """
         weight = weights.stack([f"{name}.weight" for name in names], [(size, inputs) for size in outputs])
-        if not bias:
-            return cls(weight)
-        return cls(weight, weights.stack([f"{name}.bias" for name in names], [(size,) for size in outputs]))
+        biases = weights.stack([f"{name}.bias" for name in names], [(size,) for size in outputs]) if bias else None
+        return cls(weight, biases, pack=weights.pack, gated=gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-            return product
-        return functional.linear(x, self._weight, self.bias)
+        if self._plain is None:
+            raise RuntimeError("a packed weight multiplies in recorded forward passes only")
+        return functional.linear(x, *self._plain)
 
-
-@cache
-def packs_bfloat16() -> bool:
-    """Whether this build of torch has oneDNN's packed linear and this processor runs it in bfloat16."""
-    built: Callable[[], bool] = torch.backends.mkldnn.is_available
-    if not built() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    @property
+    def packed(self) -> Any:
+        """What ``pack`` made of the weight."""
+        if self._packed is None:
+            raise RuntimeError("the weight was not packed when it was loaded")
+        return self._packed
 
 
 class Embedding:
@@ -78,8 +83,9 @@ def output_head(config: Any, weights: Weights, embedding: Embedding) -> Linear:
     """The map from [..., width] to logits [..., vocabulary]: its own weight, or the embedding's where they are tied."""
     if config.tie_word_embeddings:
         weights.ignore("lm_head.weight")
-        return Linear(embedding.weight)
-    return Linear(weights.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+        return Linear(embedding.weight, pack=weights.pack)
+    head = weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    return Linear(head, pack=weights.pack)
 
 
 class RMSNorm:
@@ -95,6 +101,14 @@ class RMSNorm:
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
+
+    def record(self, step: Recorder, x: Any, *, sampled: bool = False) -> Any:
+        """Write the normalisation down."""
+        return step.norm(x, self.weight, self.epsilon, rounded=True, sampled=sampled)
+
+    def of_heads(self) -> HeadNorm:
+        """The normalisation of heads as a part of recorded attention."""
+        return HeadNorm(self.weight, self.epsilon, rounded=True)
 
 
 class Rotary:
@@ -144,12 +158,18 @@ class GatedMLP:
         """``gate_up`` maps width to 2 * inner, the gate first; ``activation`` is the configuration's name for it."""
         self.gate_up = gate_up
         self.down = down
+        self.activation_name = activation
         self.activation = activation_function(activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [T, width] to [T, width]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up)
+
+    def record(self, step: Recorder, x: Any, add_to: Any) -> Any:
+        """Write the map down, its result added to ``add_to``."""
+        gated = step.linear(x, self.gate_up.packed, activation=self.activation_name)
+        return step.linear(gated, self.down.packed, add_to=add_to)
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenfold.models.base import Step
+from tenfold.models.base import Recorder, Step
 from tenfold.models.layers import (
     Embedding,
     GatedMLP,
@@ -69,6 +69,21 @@ class Attention:
         mixed = step.attend(self.layer, rotate(query, angles), rotate(key, angles), value, self.scale)
         return self.out(mixed.flatten(-2))
 
+    def record(self, step: Recorder, x: Any, add_to: Any) -> Any:
+        """Write the map down, its result added to ``add_to``."""
+        query, key, value = step.linear(x, self.qkv.packed).split(self.sizes)
+        mixed = step.attention(
+            self.layer,
+            query,
+            key,
+            value,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            query_norm=self.query_norm and self.query_norm.of_heads(),
+            key_norm=self.key_norm and self.key_norm.of_heads(),
+        )
+        return step.linear(mixed, self.out.packed, add_to=add_to)
+
 
 class Layer:
     """One pre-normalised decoder layer: attention, then MLP, each added to its input."""
@@ -80,14 +95,15 @@ class Layer:
         def norm(name: str) -> RMSNorm:
             return RMSNorm(weights.take(f"{prefix}.{name}.weight", (width,)), config.rms_norm_eps)
 
-        def linear(names: list[str], inputs: int, outputs: list[int]) -> Linear:
-            return Linear.load(weights, [f"{prefix}.mlp.{name}" for name in names], inputs, outputs, traits.mlp_bias)
+        def linear(names: list[str], inputs: int, outputs: list[int], gated: bool = False) -> Linear:
+            paths = [f"{prefix}.mlp.{name}" for name in names]
+            return Linear.load(weights, paths, inputs, outputs, traits.mlp_bias, gated=gated)
 
         self.input_norm = norm("input_layernorm")
         self.attention = Attention(config, traits, weights, f"{prefix}.self_attn", layer)
         self.mlp_norm = norm("post_attention_layernorm")
         self.mlp = GatedMLP(
-            linear(["gate_proj", "up_proj"], width, [inner, inner]),
+            linear(["gate_proj", "up_proj"], width, [inner, inner], gated=True),
             linear(["down_proj"], inner, [width]),
             config.hidden_act,
         )
@@ -96,6 +112,11 @@ class Layer:
         """Map [T, width] to [T, width]."""
         x = x + self.attention(self.input_norm(x), angles, step)
         return x + self.mlp(self.mlp_norm(x))
+
+    def record(self, step: Recorder, x: Any) -> Any:
+        """Write the layer down."""
+        x = self.attention.record(step, self.input_norm.record(step, x), add_to=x)
+        return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
 class Llama:
@@ -131,3 +152,12 @@ class Llama:
         for layer in self.layers:
             x = layer(x, angles, step)
         return self.head(self.norm(x.index_select(0, step.sampled)))
+
+    def record(self, recorder: Recorder) -> None:
+        """Write the forward pass down."""
+        x = recorder.embed(self.embedding.weight)
+        recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
+        for layer in self.layers:
+            x = layer.record(recorder, x)
+        x = self.norm.record(recorder, recorder.select_sampled(x), sampled=True)
+        recorder.linear(x, self.head.packed, sampled=True)

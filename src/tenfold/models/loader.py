@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tenfold.models.gguf import GGUFSource, gguf_config
 from tenfold.models.gguf_file import GGUFFile
 from tenfold.models.hub import resolve
 from tenfold.models.tokenizer import load_tokenizer
-from tenfold.models.weights import SafetensorsSource, TensorSource, Weights
+from tenfold.models.weights import Packing, SafetensorsSource, TensorSource, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class LoadedModel:
     """Tokens of the longest sequence that the positions allow."""
     eos_token_ids: frozenset[int]
     """Tokens that end a text, from the generation configuration, the configuration and the tokenizer."""
+    packed: bool = False
+    """The weights were packed for a backend that runs recorded forward passes."""
 
     def require_tokenizer(self) -> Any:
         """Return the tokenizer. Raises ModelError with the reason when there is none."""
@@ -75,10 +78,12 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     progress: bool = True,
+    packing: Callable[[Any, torch.dtype], Packing | None] = lambda config, dtype: None,
 ) -> LoadedModel:
     """Find the model that ``source`` names, fetching it if need be, and read its weights onto ``device``.
 
     ``dtype`` is the compute dtype: "float32", "bfloat16", "float16", a torch dtype, or "auto" (see ``choose_dtype``).
+    ``packing``, given the configuration and the chosen dtype, decides what weights are packed by, if they are.
     Progress bars go to standard error. Raises ModelError with one line naming the file and the reason.
     """
     path = resolve(source, progress=progress)
@@ -87,10 +92,11 @@ def load_model(
     chosen_family.check(checkpoint.config)
     device = torch.device(device)
     chosen = choose_dtype(dtype, checkpoint.source, device)
+    pack = packing(checkpoint.config, chosen)
     name = _display_name(source, path)
     tensors = checkpoint.source
     with tqdm(total=len(tensors.names()), desc=f"Loading {name}", unit=" tensors", disable=not progress) as bar:
-        weights = Weights(tensors, device, chosen, lambda: _advance(bar))
+        weights = Weights(tensors, device, chosen, lambda: _advance(bar), pack)
         model = chosen_family(checkpoint.config, weights)
         unused = weights.unused()
         bar.update(bar.total - bar.n)
@@ -113,6 +119,7 @@ def load_model(
         vocab_size=int(checkpoint.config.vocab_size),
         max_context=int(checkpoint.config.max_position_embeddings),
         eos_token_ids=stop_ids,
+        packed=pack is not None,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tenfold.errors import ModelError
-from tenfold.models.base import Step
+from tenfold.models.base import HeadNorm, Recorder, Step
 from tenfold.models.layers import (
     Embedding,
     GatedMLP,
@@ -50,6 +50,14 @@ class ZeroCentredNorm:
         """Normalise [..., width]; the result has the dtype of ``x``."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.weight).to(x.dtype)
+
+    def record(self, step: Recorder, x: Any, *, sampled: bool = False) -> Any:
+        """Write the normalisation down."""
+        return step.norm(x, self.weight, self.epsilon, rounded=False, sampled=sampled)
+
+    def of_heads(self) -> HeadNorm:
+        """The normalisation of heads as a part of recorded attention."""
+        return HeadNorm(self.weight, self.epsilon, rounded=False)
 
 
 class GatedNorm:
@@ -98,6 +106,24 @@ class GatedAttention:
         mixed = step.attend(self.layer, query, key, heads(value, self.head_dim), self.scale)
         return self.out((mixed * torch.sigmoid(gate)).flatten(-2))
 
+    def record(self, step: Recorder, x: Any, add_to: Any) -> Any:
+        """Write the map down, its result added to ``add_to``."""
+        query_gate, key, value = step.linear(x, self.qkv.packed).split(self.sizes)
+        stride = 2 * self.head_dim  # a head's query, then its gate
+        mixed = step.attention(
+            self.layer,
+            query_gate,
+            key,
+            value,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            query_head_stride=stride,
+            query_norm=self.query_norm.of_heads(),
+            key_norm=self.key_norm.of_heads(),
+        )
+        mixed = step.sigmoid_gate(mixed, query_gate.after(self.head_dim), self.head_dim, stride)
+        return step.linear(mixed, self.out.packed, add_to=add_to)
+
 
 class GatedDeltaNet:
     """The recurrent layer of arXiv:2412.06464: a short convolution, the gated delta rule, and a gated norm."""
@@ -135,6 +161,14 @@ class GatedDeltaNet:
         )
         return self.out(self.norm(read, heads(gate, self.value_dim)).flatten(-2))
 
+    def record(self, step: Recorder, x: Any, add_to: Any) -> Any:
+        """Write the map down, its result added to ``add_to``."""
+        mixed, gate, beta, step_size = step.linear(x, self.inputs.packed).split(self.sizes)
+        query, key, value = step.convolve(self.layer, mixed, self.taps).split(self.parts)
+        read = step.delta_rule(self.layer, query, key, value, beta, step_size, self.rate, self.step_bias)
+        read = step.gated_norm(read, gate, self.norm.weight, self.norm.epsilon)
+        return step.linear(read, self.out.packed, add_to=add_to)
+
 
 class Layer:
     """One pre-normalised decoder layer: attention or DeltaNet, then MLP, each added to its input."""
@@ -153,7 +187,7 @@ class Layer:
         self.mlp_norm = ZeroCentredNorm.load(config, weights, f"{prefix}.post_attention_layernorm", width)
         gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
         self.mlp = GatedMLP(
-            Linear.load(weights, gate_up, width, [inner, inner], bias=False),
+            Linear.load(weights, gate_up, width, [inner, inner], bias=False, gated=True),
             Linear.load(weights, [f"{prefix}.mlp.down_proj"], inner, [width], bias=False),
             config.hidden_act,
         )
@@ -166,6 +200,13 @@ class Layer:
         elif self.delta_net is not None:
             x = x + self.delta_net(normed, step)
         return x + self.mlp(self.mlp_norm(x))
+
+    def record(self, step: Recorder, x: Any) -> Any:
+        """Write the layer down."""
+        mixer = self.attention or self.delta_net
+        assert mixer is not None
+        x = mixer.record(step, self.input_norm.record(step, x), add_to=x)
+        return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
 class Qwen3_5:
@@ -205,6 +246,15 @@ class Qwen3_5:
         for layer in self.layers:
             x = layer(x, angles, step)
         return self.head(self.norm(x.index_select(0, step.sampled)))
+
+    def record(self, recorder: Recorder) -> None:
+        """Write the forward pass down."""
+        x = recorder.embed(self.embedding.weight)
+        recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
+        for layer in self.layers:
+            x = layer.record(recorder, x)
+        x = self.norm.record(recorder, recorder.select_sampled(x), sampled=True)
+        recorder.linear(x, self.head.packed, sampled=True)
 
 
 def heads(x: Tensor, size: int) -> Tensor:

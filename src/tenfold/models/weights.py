@@ -23,6 +23,10 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+Packing = Callable[[Tensor, Tensor | None, bool], Any]
+"""Makes what a backend multiplies with of a weight [outputs, inputs], its bias, and whether it is gated."""
+
+
 class TensorSource(Protocol):
     """A checkpoint on disk: tensors by the checkpoint's own names, with the translation from the models' names.
 
@@ -57,8 +61,10 @@ class Weights:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         on_read: Callable[[], None] = lambda: None,
+        pack: Packing | None = None,
     ) -> None:
-        """``on_read`` is called once for each tensor read, for a progress bar."""
+        """``on_read`` is called once for each tensor read, for a progress bar; ``pack`` is for ``layers.Linear``."""
+        self.pack = pack
         self.source = source
         self.device = torch.device(device)
         self.dtype = dtype

@@ -7,6 +7,7 @@ draws the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,15 @@ class RowSampling:
 class Sampler:
     """Samples one token for each work of a step that asks for it."""
 
-    def __init__(self, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_sequences: int,
+        vocab_size: int,
+        device: torch.device,
+        argmax: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """``argmax`` finds the first of the largest in each row of float32 logits; torch's own if it is None."""
+        self._argmax = argmax or (lambda logits: logits.argmax(-1))
         self.vocab_size = vocab_size
         self.device = device
         self._rows: list[RowSampling | None] = [None] * max_sequences
@@ -106,7 +115,7 @@ class Sampler:
         original = logits[wanted] if wanted else None
         for i in adjusted:
             rows[i].adjust(logits[i], positions[i])
-        tokens = logits.argmax(-1)
+        tokens = self._argmax(logits)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if random:
             tokens[random] = draw(logits[random], [rows[i].params for i in random], [positions[i] for i in random])

@@ -1,50 +1,95 @@
-"""Attention and recurrence over the arena, behind one seam.
+"""Attention, recurrence and products over the arena.
 
-``reference`` is the readable form that runs on every device and that faster kernels are held against; ``native`` is
-compiled C++ for a CPU. ``select`` decides which of them a runner uses.
+``reference``, ``convolution`` and ``delta_rule`` are the readable forms in plain torch, which run on every device and
+which faster ones are held against. ``native`` is the compiled C++ of the CPU backend, which runs recorded programs
+(``tenfold.runtime.program``). ``packing`` decides between the two before a model's weights are read.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tenfold.errors import ModelError
+from tenfold.models.weights import Packing
 from tenfold.runtime.kernels import native
-from tenfold.runtime.kernels.interface import Kernels, Recurrent
-from tenfold.runtime.kernels.native_kernels import NativeKernels
-from tenfold.runtime.kernels.reference_kernels import ReferenceKernels
+from tenfold.runtime.kernels.quantise import GROUP, Format, quantise
 
-__all__ = ["CHOICES", "Kernels", "Recurrent", "select"]
+__all__ = ["CHOICES", "QUANTISATIONS", "obstacle", "packing"]
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "native")
+QUANTISATIONS = {"int8": Format.INT8, "int8-groups": Format.INT8_GROUPS, "int4": Format.INT4_GROUPS}
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu")
+"""Those of gated layers, in the order of ``Activation`` in ``native.cpp``."""
+SUB_BLOCK = 16
+"""Tokens that the kernels keep side by side: blocks must be multiples of it."""
+LARGEST_HEAD = 1024
 
 
-def select(device: torch.device, dtype: torch.dtype, choice: str = "auto") -> Kernels:
-    """Return the kernels for a device and a compute dtype.
+def packing(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    *,
+    choice: str = "auto",
+    quantize: str | None = None,
+) -> Packing | None:
+    """Return what packs a model's weights for the compiled kernels, or None where plain torch is to run it.
 
-    ``"auto"`` takes native ones on a CPU where they compile and know the dtype, otherwise the reference, and a warning
-    says why; ``"reference"`` and ``"native"`` take what they say. Raises ModelError for another choice, and for
-    ``"native"`` where it cannot be.
+    ``choice`` "auto" takes the kernels where they can be used, and a warning says why not; "reference" and "native"
+    take what they say. ``quantize`` is one of QUANTISATIONS.
+
+    Raises:
+        ModelError: another choice, or kernels that are asked for, themselves or for quantised weights, and cannot be.
     """
     if choice not in CHOICES:
         raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {choice!r}")
+    if quantize is not None and quantize not in QUANTISATIONS:
+        raise ModelError(f"quantize must be one of {', '.join(QUANTISATIONS)}, not {quantize!r}")
+    needed = choice == "native" or quantize is not None
     if choice == "reference":
-        return ReferenceKernels()
-    if choice == "native":
-        if device.type != "cpu" or dtype not in native.DTYPES:
-            raise ModelError(f"native kernels run on a CPU in bfloat16 or float32, not on {device} in {dtype}")
+        if quantize is not None:
+            raise ModelError("quantised weights need the native kernels: leave out kernels='reference'")
+        return None
+    reason = obstacle(config, dtype, device, block_size)
+    if reason is None:
         try:
             native.library()
         except native.NativeError as error:
-            raise ModelError(f"native kernels cannot be used: {error}") from error
-        return NativeKernels()
-    if device.type != "cpu":
-        return ReferenceKernels()
-    if dtype not in native.DTYPES:
-        logger.warning("there are no fast CPU kernels for %s: with dtype bfloat16 or float32 it would be faster", dtype)
-        return ReferenceKernels()
-    return NativeKernels() if native.available() else ReferenceKernels()
+            reason = str(error)
+    if reason is not None:
+        if needed:
+            raise ModelError(f"the native kernels cannot run this model: {reason}")
+        if device.type == "cpu":
+            logger.warning("the fast CPU kernels are not used, and the slow reference is: %s", reason)
+        return None
+    format = QUANTISATIONS[quantize] if quantize is not None else None
+
+    def pack(weight: Tensor, bias: Tensor | None, gated: bool) -> native.PackedWeight:
+        if format is None or weight.shape[1] % (4 if format is Format.INT8 else GROUP):
+            return native.pack(weight, bias, gated=gated)
+        return native.pack_quantised(quantise(weight, format), bias, gated=gated)
+
+    return pack
+
+
+def obstacle(config: Any, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
+    """Why the compiled kernels cannot run a model of this configuration, in a few words; None if they can."""
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if device.type != "cpu" or dtype not in native.DTYPES:
+        return f"they run on a CPU in bfloat16 or float32, not on {device} in {dtype}"
+    if block_size % SUB_BLOCK:
+        return f"blocks must have a multiple of {SUB_BLOCK} tokens, not {block_size}"
+    if width % SUB_BLOCK or width > LARGEST_HEAD:
+        return f"attention heads must have a multiple of {SUB_BLOCK} features, not {width}"
+    if config.hidden_act not in ACTIVATIONS:
+        return f"the activation {config.hidden_act!r} is not among {', '.join(ACTIVATIONS)}"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return "layers must have even widths"
+    return None

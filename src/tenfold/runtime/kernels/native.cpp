@@ -1,17 +1,30 @@
-// The kernels of the CPU backend, behind a plain C interface. `native.py` compiles this file and calls it.
+// The CPU backend: the operations of a forward pass, and the loop that runs a recorded program of them.
+//
+// `program.py` records a model once as an array of operations, each one of the structs below; `tenfold_run` executes all
+// of them for one step inside one parallel region. Threads take pieces of an operation from a shared counter, so that one
+// that is held up by something else on the machine leaves the rest to the others, and meet before the next operation.
 //
 // Conventions
-//   * Every length, stride and count is int64_t and in elements; `bf16` flags say which of two types a pointer has.
-//   * Sums, exponentials and softmax are float32 whatever the element type.
-//   * A `Vec` is as wide as the machine's registers; GCC and Clang turn its operators into instructions.
-//   * Threads are OpenMP's, as many as the caller says: torch's own pool, since both share one runtime.
+//   * Counts and strides are int64_t and in elements. Activations are rows, one for each token, of bfloat16 or float.
+//   * Sums, exponentials and softmax are float32 whatever the element type; weights of norms and biases are float32.
+//   * A `Vec` is as wide as the machine's registers; GCC and Clang turn its operators into instructions. Intrinsics are
+//     used where a processor multiplies pairs of bfloat16, or quads of bytes, and adds the products to one number.
+//   * Two bfloat16 that are multiplied by one such instruction lie side by side and make up a `Unit`; a float is one too.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
+#include <omp.h>
+#include <sched.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -20,22 +33,28 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
-constexpr int MOST_ROWS = 4;  // rows of queries that share the loads of a value row, by the number of registers
+constexpr int PANEL_ROWS = 12;     // rows of a product that are summed in registers at once
+constexpr int BYTE_ROWS = 6;       // the same for quantised weights, which need more registers
+constexpr int ATTENTION_ROWS = 6;  // rows of queries that are scored at once
 #else
 constexpr int LANES = 8;
-constexpr int MOST_ROWS = 2;
+constexpr int PANEL_ROWS = 4;
+constexpr int BYTE_ROWS = 2;
+constexpr int ATTENTION_ROWS = 2;
 #endif
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
-constexpr bool PAIRS = true;  // an instruction multiplies pairs of bfloat16 and adds both products to a float
-#else
-constexpr bool PAIRS = false;
+#define TENFOLD_PAIRS 1
 #endif
-constexpr int TILE = 32;        // tokens of keys and values that are scored together
-constexpr int TILE_VECS = TILE / LANES;
-constexpr int QUERY_ROWS = 96;  // query rows (tokens times heads of a group) that share a tile in a prefill
-constexpr int ROW_BLOCK = 8;    // query rows whose scores are summed in registers at once
-constexpr int64_t SMALL = 16384;  // elements for which waking other threads takes longer than the work
-constexpr float LOWEST = -1e30f;  // a maximum over nothing: finite, so that differences of it are too
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#define TENFOLD_QUADS 1
+#endif
+constexpr int PANEL = 2 * LANES;       // columns of a weight that lie together
+constexpr int SUB_BLOCK = 16;          // tokens whose keys lie side by side
+constexpr int TILE = 4 * LANES;        // tokens that are scored together
+constexpr int64_t CHUNK_ROWS = 96;     // rows of a product that make one piece of work
+constexpr int64_t QUERY_ROWS = 96;     // rows of queries (tokens times heads of a group) that make one piece
+constexpr int64_t GROUP = 32;          // inputs that share a scale in grouped weights
+constexpr float LOWEST = -1e30f;       // a maximum over nothing: finite, so that differences of it are too
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
@@ -55,9 +74,7 @@ inline float to_float(Bf16 x) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-
 inline Vec splat(float x) { return Vec{} + x; }
-
 inline Vec load(const float *p) {
     Vec v;
     std::memcpy(&v, p, sizeof v);
@@ -70,10 +87,14 @@ inline Vec load(const Bf16 *p) {
 }
 inline void store(float *p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline void store(Bf16 *p, Vec v) {  // rounds to nearest, ties to even; NaN stays NaN
+#if defined(TENFOLD_PAIRS)
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+#else
     BitVec bits = (BitVec)v;
     BitVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     BitVec nan = (BitVec)(v != v);
     HalfVec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), HalfVec);
+#endif
     std::memcpy(p, &h, sizeof h);
 }
 // The first `count` elements, in a loop's last turn fewer than LANES; the others read as zero.
@@ -94,22 +115,57 @@ template <class T> inline Vec rounded_to(Vec v) {
     store(part, v);
     return load(part);
 }
+template <> inline Vec rounded_to<float>(Vec v) { return v; }
 
 inline float sum(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float s = 0;
     for (int i = 0; i < LANES; i++) s += v[i];
     return s;
+#endif
 }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline float largest(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = std::max(m, v[i]);
     return m;
+#endif
+}
+inline IntVec lanes() {
+    IntVec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane;
 }
 
+// 2^x for x of at most 0, zero far below: within float32's precision, or 8e-5 where a bfloat16 is made of it.
+template <bool EXACT> inline Vec power_of_two(Vec x) {
+    x = larger(x, splat(-126.0f));
+    const float magic = 12582912.0f;  // adding 1.5 * 2^23 leaves the nearest integer in the low bits
+    Vec shifted = x + magic, r = x - (shifted - magic), p;
+    if constexpr (EXACT) {
+        p = splat(1.53458111e-4f);
+        p = p * r + 1.33999315e-3f;
+        p = p * r + 9.61848896e-3f;
+        p = p * r + 5.55032878e-2f;
+        p = p * r + 2.40226469e-1f;
+        p = p * r + 6.93147206e-1f;
+        p = p * r + 1.0f;
+    } else {
+        p = splat(5.51716601e-2f);
+        p = p * r + 2.42611138e-1f;
+        p = p * r + 6.93260989e-1f;
+        p = p * r + 9.99928073e-1f;
+    }
+    return (Vec)((BitVec)p + ((BitVec)shifted << 23));
+}
 // e^x within 2 units in the last place, zero below -87, infinite above 88; NaN stays NaN.
 inline Vec exponential(Vec x) {
-    const float magic = 12582912.0f;  // adding 1.5 * 2^23 leaves the nearest integer in the low bits
+    const float magic = 12582912.0f;
     Vec clamped = x < -87.0f ? splat(-87.0f) : x;
     clamped = clamped > 88.0f ? splat(88.0f) : clamped;
     Vec shifted = clamped * 1.44269504f + magic;
@@ -127,29 +183,53 @@ inline Vec exponential(Vec x) {
     y = x < -87.0f ? Vec{} : y;
     return x > 88.0f ? splat(INFINITY) : y;
 }
-inline float exponential(float x) { return std::exp(x); }
-inline Vec silu(Vec x) { return x / (1.0f + exponential(-x)); }
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
+inline Vec tanh(Vec x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
+
+enum Activation { SILU, GELU_TANH, RELU };
+inline Vec activate(Vec x, int64_t kind) {
+    if (kind == SILU) return x / (1.0f + exponential(-x));
+    if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
+    return larger(x, Vec{});
+}
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t ceiling(int64_t n, int64_t of) { return (n + of - 1) / of; }
+
+// Products of one unit of a row, the same for all lanes, with a unit in each lane; added to `total`.
+inline Vec add_products(Vec total, const float *x, const float *weights) { return total + *x * load(weights); }
+inline Vec add_products(Vec total, const Bf16 *x, const Bf16 *weights) {
+#if defined(TENFOLD_PAIRS)
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+    return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(pair),
+                                 (__m512bh)_mm512_loadu_si512(weights));
+#else
+    BitVec w;
+    std::memcpy(&w, weights, sizeof w);
+    total += to_float(x[0]) * (Vec)(w << 16);
+    return total + to_float(x[1]) * (Vec)(w & 0xffff0000u);
+#endif
+}
+template <class T> constexpr int unit = 4 / sizeof(T);
 
 // Memory of one thread that keeps its size from call to call; 64-byte aligned.
 class Scratch {
   public:
     ~Scratch() { std::free(data_); }
+    void restart() { used_ = 0; }
     template <class T> T *take(int64_t count) {
         int64_t begin = used_;
-        used_ = round_up(used_ + count * int64_t(sizeof(T)), 64);
+        used_ += round_up(count * int64_t(sizeof(T)), 64);
         return reinterpret_cast<T *>(data_ + begin);
     }
-    void reset(int64_t bytes) {
-        used_ = 0;
+    bool reserve(int64_t bytes) {
         bytes = round_up(bytes, 4096);
-        if (bytes <= size_) return;
+        if (bytes <= size_) return true;
         std::free(data_);
-        size_ = 0;
         data_ = static_cast<char *>(std::aligned_alloc(4096, bytes));
-        if (!data_) throw std::bad_alloc();
-        size_ = bytes;
+        size_ = data_ ? bytes : 0;
+        return data_ != nullptr;
     }
 
   private:
@@ -158,539 +238,721 @@ class Scratch {
 };
 thread_local Scratch scratch;
 
-// ---- paged attention
+// ---- a step, and the threads that share it
 
-// Where keys and values are: views [pages, block_size, kv_heads, head_dim] that share their strides.
-struct Cache {
-    const void *keys, *values;
-    int64_t page_stride, token_stride, head_stride;
-    int64_t block_size, kv_heads, head_dim;
-};
-
-struct Problem {
-    Cache cache;
-    const void *query;
-    void *output;  // both [tokens, heads, head_dim]; tokens of `query` are `query_stride` apart, `output` is dense
-    int64_t query_stride, heads, group;
+struct Step {
+    int64_t tokens, sampled, sequences;
+    const int64_t *token_ids, *positions, *places, *samples;
+    const int64_t *starts, *bounds, *slots;
     const int32_t *tables;
     int64_t table_stride;
-    const int64_t *starts, *bounds;
-    float scale;
 };
 
-// One piece of work: some query tokens of one sequence, some heads, a part of the context.
+struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+};
+constexpr int COUNTERS = 3;  // of one operation, which has as many phases at most
+
+class Team {
+  public:
+    explicit Team(int64_t operations) : counters_(operations * COUNTERS) {}
+    int64_t threads = 1;
+
+    // The calling thread's share of `items`: it takes `at_once` of them whenever it is free.
+    template <class F> void share(int64_t operation, int64_t items, int64_t at_once, F work) {
+        share_phase(operation, 0, items, at_once, work);
+    }
+    template <class F> void share_phase(int64_t operation, int phase, int64_t items, int64_t at_once, F work) {
+        std::atomic<int64_t> &counter = counters_[operation * COUNTERS + phase].value;
+        for (;;) {
+            int64_t begin = counter.fetch_add(at_once, std::memory_order_relaxed);
+            if (begin >= items) return;
+            for (int64_t i = begin; i < std::min(items, begin + at_once); i++) work(i);
+        }
+    }
+    // Returns once all threads are here; what each wrote before is then seen by all.
+    void meet() {
+        if (threads == 1) return;
+        int64_t turn = turn_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived_.store(0, std::memory_order_relaxed);
+            turn_.store(turn + 1, std::memory_order_release);
+            return;
+        }
+        for (int64_t spins = 0; turn_.load(std::memory_order_acquire) == turn; spins++) {
+#if defined(__x86_64__)
+            if (spins < 2000) __builtin_ia32_pause();
+            else
+#endif
+                sched_yield();
+        }
+    }
+
+  private:
+    std::vector<Counter> counters_;
+    alignas(64) std::atomic<int64_t> arrived_{0};
+    alignas(64) std::atomic<int64_t> turn_{0};
+};
+
+// Rows of activations: row `t` begins `t * stride` elements after `data`.
+struct Rows {
+    char *data;
+    int64_t stride;
+    template <class T> T *row(int64_t t) const { return reinterpret_cast<T *>(data) + t * stride; }
+};
+
+enum Kind { EMBED, ANGLES, NORM, SELECT, LINEAR, ATTENTION, CONVOLVE, DELTA_RULE, GATED_NORM, SIGMOID_GATE };
+enum Format { FLOAT, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS };
+
+// ---- embedding, norms and gates
+
+// out[t] = table[token_ids[t]]
+struct Embed {
+    int64_t kind;
+    const void *table;
+    int64_t width;
+    Rows out;
+};
+template <class T> void run(const Embed &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.tokens, 16, [&](int64_t t) {
+        std::memcpy(op.out.row<T>(t), static_cast<const T *>(op.table) + s.token_ids[t] * op.width,
+                    op.width * sizeof(T));
+    });
+}
+
+// Cosines and sines [tokens, half] of rotary positions, float32.
+struct Angles {
+    int64_t kind;
+    const float *frequencies;
+    int64_t half;
+    float scaling;
+    Rows cosines, sines;
+};
+template <class T> void run(const Angles &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.tokens, 8, [&](int64_t t) {
+        for (int64_t i = 0; i < op.half; i++) {
+            float angle = float(s.positions[t]) * op.frequencies[i];
+            op.cosines.row<float>(t)[i] = std::cos(angle) * op.scaling;
+            op.sines.row<float>(t)[i] = std::sin(angle) * op.scaling;
+        }
+    });
+}
+
+template <class T> inline Vec root_mean_square(const T *x, int64_t width, float epsilon) {
+    Vec squares = {};
+    for (int64_t i = 0; i < width; i += LANES) {
+        Vec v = load(x + i, width - i);
+        squares += v * v;
+    }
+    return splat(1 / std::sqrt(sum(squares) / float(width) + epsilon));
+}
+// `rounded` rounds the normalised value to T before the weight meets it.
+template <class T, class O>
+inline void normalise(const T *x, O *out, const float *weight, int64_t width, float epsilon, bool rounded) {
+    Vec factor = root_mean_square(x, width, epsilon);
+    for (int64_t i = 0; i < width; i += LANES) {
+        Vec v = load(x + i, width - i) * factor;
+        if (rounded) v = rounded_to<T>(v);
+        store(out + i, v * load(weight + i, width - i), width - i);
+    }
+}
+
+// Root mean square normalisation of every row, or of those that are sampled.
+struct Norm {
+    int64_t kind;
+    Rows x, out;
+    const float *weight;
+    int64_t width;
+    float epsilon;
+    int64_t rounded, sampled;
+};
+template <class T> void run(const Norm &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, op.sampled ? s.sampled : s.tokens, 8, [&](int64_t t) {
+        normalise(op.x.row<T>(t), op.out.row<T>(t), op.weight, op.width, op.epsilon, op.rounded);
+    });
+}
+
+// out[i] = x[samples[i]]
+struct Select {
+    int64_t kind;
+    Rows x, out;
+    int64_t width;
+};
+template <class T> void run(const Select &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.sampled, 16, [&](int64_t i) {
+        std::memcpy(op.out.row<T>(i), op.x.row<T>(s.samples[i]), op.width * sizeof(T));
+    });
+}
+
+// Heads of x, dense within a row, normalised and multiplied by silu(gate); in place.
+struct GatedNorm {
+    int64_t kind;
+    Rows x, gate;
+    const float *weight;
+    int64_t heads, dim;
+    float epsilon;
+};
+template <class T> void run(const GatedNorm &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.tokens, 4, [&](int64_t t) {
+        for (int64_t h = 0; h < op.heads; h++) {
+            T *x = op.x.row<T>(t) + h * op.dim;
+            const T *gate = op.gate.row<T>(t) + h * op.dim;
+            Vec factor = root_mean_square(x, op.dim, op.epsilon);
+            for (int64_t i = 0; i < op.dim; i += LANES) {
+                int64_t n = op.dim - i;
+                Vec v = rounded_to<T>(load(x + i, n) * factor) * load(op.weight + i, n);
+                store(x + i, v * activate(load(gate + i, n), SILU), n);
+            }
+        }
+    });
+}
+
+// Heads of x, dense within a row, times sigmoid(gate), whose heads are `gate_head_stride` apart; in place.
+struct SigmoidGate {
+    int64_t kind;
+    Rows x, gate;
+    int64_t gate_head_stride, heads, dim;
+};
+template <class T> void run(const SigmoidGate &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.tokens, 8, [&](int64_t t) {
+        for (int64_t h = 0; h < op.heads; h++) {
+            T *x = op.x.row<T>(t) + h * op.dim;
+            const T *gate = op.gate.row<T>(t) + h * op.gate_head_stride;
+            for (int64_t i = 0; i < op.dim; i += LANES) {
+                int64_t n = op.dim - i;
+                store(x + i, load(x + i, n) * rounded_to<T>(sigmoid(load(gate + i, n))), n);
+            }
+        }
+    });
+}
+
+// ---- matrix products
 //
-// A token alone takes all kv heads in one job, so that a block's rows are read in the order they lie in memory. Tokens
-// of a prefill chunk are cut into tiles, each with one kv head. Whatever costs more than a fair share is cut along the
-// context: its pieces leave maxima, sums and sums of values in `parts`, and `merge` weighs them up.
+// A weight [outputs, inputs] is packed into panels of PANEL columns (outputs), each with all its inputs: a unit of the
+// first LANES columns, the same unit of the others, the next unit, and so on. Columns beyond the last are zero. A panel
+// of a gated product has LANES columns of the gate and the same ones of what it gates.
+//
+// INT8 weights are bytes q of which w = scale (q - 128), one scale for a column; in groups, every GROUP inputs have their
+// own, and INT4 ones are halves of bytes with w = scale q + least. Rows are quantised as they come, to signed bytes with
+// a scale for each group: with the sums s of their bytes, x w = (q x) scale + s least. A word has four inputs; of INT4
+// weights eight, the first four in the low halves.
+
+struct Linear {
+    int64_t kind;
+    Rows x, out, residual;  // residual.data may be null
+    const void *weight;
+    const float *bias, *scales, *least;  // bias may be null; least is for INT4_GROUPS
+    int64_t format, inputs, outputs, gated, activation, sampled, float_out;
+    // of a thread's team, for quantised weights: bytes [rows, inputs], scales and sums [rows, groups]
+    int8_t *bytes;
+    float *row_scales, *row_sums;
+};
+
+inline int64_t panels_of(const Linear &op) { return ceiling(op.outputs, op.gated ? PANEL / 2 : PANEL); }
+
+// Adds bias and residual, or gates, and stores one row of a panel.
+template <class T> inline void finish(const Linear &op, int64_t row, int64_t panel, Vec a, Vec b) {
+    if (op.gated) {
+        int64_t column = panel * LANES, count = op.outputs - column;
+        if (op.bias) {
+            a += load(op.bias + column, count);
+            b += load(op.bias + op.outputs + column, count);
+        }
+        Vec gate = rounded_to<T>(activate(rounded_to<T>(a), op.activation));
+        store(op.out.row<T>(row) + column, gate * rounded_to<T>(b), count);
+        return;
+    }
+    for (int v = 0; v < 2; v++, a = b) {
+        int64_t column = panel * PANEL + v * LANES, count = op.outputs - column;
+        if (count <= 0) return;
+        if (op.bias) a += load(op.bias + column, count);
+        if (op.residual.data) a = rounded_to<T>(a) + load(op.residual.row<T>(row) + column, count);
+        if (op.float_out) store(op.out.row<float>(row) + column, a, count);
+        else store(op.out.row<T>(row) + column, a, count);
+    }
+}
+
+template <int M, class T> void multiply_tile(const Linear &op, int64_t row, int64_t panel) {
+    const T *weight = static_cast<const T *>(op.weight) + panel * PANEL * op.inputs;
+    const T *x[M];
+    for (int m = 0; m < M; m++) x[m] = op.x.row<T>(row + m);
+    Vec total[M][2] = {};
+    for (int64_t k = 0; k < op.inputs; k += unit<T>, weight += PANEL * unit<T>)
+        for (int m = 0; m < M; m++) {
+            total[m][0] = add_products(total[m][0], x[m] + k, weight);
+            total[m][1] = add_products(total[m][1], x[m] + k, weight + LANES * unit<T>);
+        }
+    for (int m = 0; m < M; m++) finish<T>(op, row + m, panel, total[m][0], total[m][1]);
+}
+
+#if defined(TENFOLD_QUADS)
+typedef __m512i Quads;
+inline Quads quads(const uint8_t *p) { return _mm512_loadu_si512(p); }
+inline Quads low_halves(Quads q) { return _mm512_and_si512(q, _mm512_set1_epi8(15)); }
+inline Quads high_halves(Quads q) { return _mm512_and_si512(_mm512_srli_epi16(q, 4), _mm512_set1_epi8(15)); }
+inline IntVec add_quads(IntVec total, const int8_t *x, Quads weights) {
+    int32_t quad;
+    std::memcpy(&quad, x, 4);
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)total, weights, _mm512_set1_epi32(quad));
+}
+#else
+typedef BitVec Quads;
+inline Quads quads(const uint8_t *p) {
+    Quads q;
+    std::memcpy(&q, p, sizeof q);
+    return q;
+}
+inline Quads low_halves(Quads q) { return q & 0x0f0f0f0fu; }
+inline Quads high_halves(Quads q) { return (q >> 4) & 0x0f0f0f0fu; }
+inline IntVec add_quads(IntVec total, const int8_t *x, Quads weights) {
+    for (int i = 0; i < 4; i++) total += (IntVec)((weights >> (8 * i)) & 255u) * int32_t(x[i]);
+    return total;
+}
+#endif
+inline Vec to_float(IntVec v) { return __builtin_convertvector(v, Vec); }
+
+template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_t row, int64_t panel) {
+    constexpr int64_t WORD = F == INT4_GROUPS ? 8 : 4;  // inputs in a word
+    int64_t group = F == INT8 ? op.inputs : GROUP, groups = op.inputs / group;
+    const uint8_t *weight = static_cast<const uint8_t *>(op.weight) + panel * PANEL * op.inputs * 4 / WORD;
+    const int8_t *x[M];
+    for (int m = 0; m < M; m++) x[m] = op.bytes + (row + m) * op.inputs;
+    Vec result[M][2] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        IntVec total[M][2] = {};
+        for (int64_t k = g * group; k < (g + 1) * group; k += WORD, weight += PANEL * 4)
+            for (int v = 0; v < 2; v++) {
+                Quads q = quads(weight + v * LANES * 4);
+                if constexpr (F == INT4_GROUPS) {
+                    Quads low = low_halves(q), high = high_halves(q);
+                    for (int m = 0; m < M; m++)
+                        total[m][v] = add_quads(add_quads(total[m][v], x[m] + k, low), x[m] + k + 4, high);
+                } else
+                    for (int m = 0; m < M; m++) total[m][v] = add_quads(total[m][v], x[m] + k, q);
+            }
+        int64_t at = (panel * groups + g) * PANEL;
+        for (int v = 0; v < 2; v++) {
+            Vec scale = load(op.scales + at + v * LANES);
+            Vec least = F == INT4_GROUPS ? load(op.least + at + v * LANES) : -128.0f * scale;
+            for (int m = 0; m < M; m++) {
+                int64_t of = (row + m) * groups + g;
+                result[m][v] += op.row_scales[of] * (to_float(total[m][v]) * scale + op.row_sums[of] * least);
+            }
+        }
+    }
+    for (int m = 0; m < M; m++) finish<T>(op, row + m, panel, result[m][0], result[m][1]);
+}
+
+// Calls one of `tile<1>` to `tile<N>`, each of which works on that many rows, from `row` up to `end`.
+template <int N, class F> inline void by_rows(int64_t row, int64_t end, F tile) {
+    for (; end - row >= N; row += N) tile(row, std::integral_constant<int, N>());
+    if constexpr (N > 1) {
+        if (row < end) by_rows<N - 1>(row, end, tile);
+    }
+}
+
+template <class T> void quantise_row(const Linear &op, int64_t row) {
+    int64_t group = op.format == INT8 ? op.inputs : GROUP, groups = op.inputs / group;
+    const T *x = op.x.row<T>(row);
+    for (int64_t g = 0; g < groups; g++) {
+        Vec most = {};
+        for (int64_t i = g * group; i < (g + 1) * group; i += LANES) {
+            Vec v = load(x + i, (g + 1) * group - i);
+            most = larger(most, larger(v, -v));
+        }
+        float scale = largest(most) / 127.0f, inverse = scale > 0 ? 1 / scale : 0;
+        int64_t total = 0;
+        int8_t *bytes = op.bytes + row * op.inputs;
+        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+            bytes[i] = int8_t(std::nearbyint(to_float(x[i]) * inverse));
+            total += bytes[i];
+        }
+        op.row_scales[row * groups + g] = scale;
+        op.row_sums[row * groups + g] = float(total);
+    }
+}
+
+template <class T> void run(const Linear &op, const Step &s, Team &team, int64_t index) {
+    int64_t rows = op.sampled ? s.sampled : s.tokens, panels = panels_of(op), chunks = ceiling(rows, CHUNK_ROWS);
+    int phase = 0;
+    if (op.format >= INT8) {
+        team.share_phase(index, phase++, rows, 4, [&](int64_t row) { quantise_row<T>(op, row); });
+        team.meet();
+    }
+    int64_t at_once = rows == 1 ? std::max<int64_t>(1, panels / (8 * team.threads)) : 1;
+    team.share_phase(index, phase, panels * chunks, at_once, [&](int64_t i) {
+        int64_t panel = i / chunks, row = i % chunks * CHUNK_ROWS, end = std::min(rows, row + CHUNK_ROWS);
+        auto bytes = [&](auto format) {
+            by_rows<BYTE_ROWS>(row, end, [&](int64_t r, auto m) { multiply_bytes<m(), T, format()>(op, r, panel); });
+        };
+        if (op.format == INT8) bytes(std::integral_constant<Format, INT8>());
+        else if (op.format == INT8_GROUPS) bytes(std::integral_constant<Format, INT8_GROUPS>());
+        else if (op.format == INT4_GROUPS) bytes(std::integral_constant<Format, INT4_GROUPS>());
+        else by_rows<PANEL_ROWS>(row, end, [&](int64_t r, auto m) { multiply_tile<m(), T>(op, r, panel); });
+    });
+}
+
+// ---- paged attention
+//
+// In a page, each head has its keys and then each head its values, in sub-blocks of 16 tokens. Keys of a sub-block lie
+// unit after unit, of every token of it, so that a register holds the same unit of LANES tokens; values lie in units of
+// tokens, so that a register holds LANES features of a pair. Neither is ever converted or summed across.
+
+struct Attention {
+    int64_t kind;
+    Rows query, key, value, out;  // key and value have their heads side by side, so has out
+    int64_t query_head_stride, heads, kv_heads, dim;
+    char *keys, *values;  // of the layer, in page 0
+    int64_t page_stride, block_size;
+    const float *query_norm, *key_norm;  // null where heads are not normalised
+    Rows cosines, sines;               // [tokens, rotary / 2], float32
+    int64_t rotary, rounded;
+    float epsilon, scale;
+};
+
+// Where the sub-block with position `position` of head `head` begins, from the first head of the layer in page 0.
+inline int64_t sub_block(const Attention &op, const int32_t *table, int64_t position, int64_t head) {
+    int64_t page = table[position / op.block_size], sub = position % op.block_size / SUB_BLOCK;
+    return page * op.page_stride + (head * (op.block_size / SUB_BLOCK) + sub) * SUB_BLOCK * op.dim;
+}
+
+template <class T>
+inline void prepare_head(const Attention &op, int64_t token, const T *x, const float *norm, T *to) {
+    int64_t dim = op.dim, half = op.rotary / 2;
+    float wide[1024];
+    if (norm) {
+        T normed[1024];
+        normalise(x, normed, norm, dim, op.epsilon, op.rounded);
+        for (int64_t i = 0; i < dim; i += LANES) store(wide + i, load(normed + i));
+    } else
+        for (int64_t i = 0; i < dim; i += LANES) store(wide + i, load(x + i));
+    const float *c = op.cosines.row<float>(token), *s = op.sines.row<float>(token);
+    for (int64_t i = 0; i < half; i++) {
+        float a = wide[i], b = wide[half + i];
+        wide[i] = a * c[i] - b * s[i];
+        wide[half + i] = b * c[i] + a * s[i];
+    }
+    for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(wide + i));
+}
+
+// Queries are normalised and rotated where they are; keys and values go to their places in the arena.
+template <class T> void prepare(const Attention &op, const Step &s, int64_t token) {
+    constexpr int U = unit<T>;
+    int64_t dim = op.dim, place = s.places[token], offset = place % op.block_size;
+    for (int64_t h = 0; h < op.heads; h++) {
+        T *query = op.query.row<T>(token) + h * op.query_head_stride;
+        prepare_head(op, token, query, op.query_norm, query);
+    }
+    int64_t lane = offset % SUB_BLOCK;
+    for (int64_t h = 0; h < op.kv_heads; h++) {
+        T key[1024];
+        prepare_head(op, token, op.key.row<T>(token) + h * dim, op.key_norm, key);
+        const T *value = op.value.row<T>(token) + h * dim;
+        int64_t at = place / op.block_size * op.page_stride +
+                     (h * (op.block_size / SUB_BLOCK) + offset / SUB_BLOCK) * SUB_BLOCK * dim;
+        T *keys = reinterpret_cast<T *>(op.keys) + at + lane * U;
+        T *values = reinterpret_cast<T *>(op.values) + at + lane / U * dim * U + lane % U;
+        for (int64_t i = 0; i < dim; i += U) std::memcpy(keys + i * SUB_BLOCK, key + i, 4);
+        for (int64_t i = 0; i < dim; i++) values[i * U] = value[i];
+    }
+}
+
+// Some query tokens of one sequence, one head of keys and its group of queries, a part of the context. What costs more
+// than a fair share is cut along the context: its pieces leave maxima, sums and sums of values in `parts`, and `merge`
+// weighs them up.
 struct Job {
     int64_t sequence, first, tokens;  // tokens [first, first + tokens) of the step
-    int64_t head, heads;              // kv heads [head, head + heads)
-    int64_t begin, end;               // positions of keys
-    int64_t part;                     // where in `parts` its result goes, or -1: to the output
+    int64_t head;
+    int64_t begin, end;  // positions of keys
+    int64_t part;        // where in `parts` its result goes, or -1: to the output
 };
 struct Merge {
     Job job;  // of the whole; `part` is the first piece's
     int64_t pieces;
 };
 
-// Pointers to the keys and values of TILE tokens, kv head 0. Beyond the end they repeat the last token: finite numbers
-// that get no weight.
-template <class T> struct Rows {
-    const T *keys[TILE], *values[TILE];
-    int64_t count;
-
-    void find(const Problem &p, const int32_t *table, int64_t begin, int64_t end) {
-        const Cache &c = p.cache;
-        count = std::min<int64_t>(TILE, end - begin);
-        int64_t block = begin / c.block_size, offset = begin % c.block_size;
-        for (int64_t t = 0; t < TILE; t++) {
-            int64_t place = table[block] * c.page_stride + offset * c.token_stride;
-            keys[t] = static_cast<const T *>(c.keys) + place;
-            values[t] = static_cast<const T *>(c.values) + place;
-            if (t + 1 < count && ++offset == c.block_size) offset = 0, block++;
-        }
-    }
-};
-
-// What is read next, to be asked for piece by piece while something else is worked on: blocks are far apart, and the
-// hardware does not guess them. All at once would be more than a core can have under way. Null if nothing is next.
-template <class T> struct Ahead {
-    const T *const *rows;
-    int64_t offset;
-
-    // `bytes` of row `t` from element `d` on; to the second level, since tiles of wide heads fill the first.
-    inline void ask(int t, int64_t d, int64_t bytes) const {
-        if (!rows) return;
-        const char *at = reinterpret_cast<const char *>(rows[t] + offset + d);
-        for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 2);
-    }
-};
-
-#if defined(__AVX512F__)
-// Sums of sixteen vectors, each in its lane: halves are added as they are interleaved.
-inline Vec sums_of_sixteen(const Vec *v) {
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) {
-        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
-        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-    }
-    for (int i = 0; i < 4; i++) {
-        __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-    }
-    for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
-                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    return (Vec)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-}
-#endif
-
-// The sum of each of TILE vectors.
-inline void sums(const Vec *v, float *result) {
-#if defined(__AVX512F__)
-    for (int i = 0; i < TILE; i += LANES) store(result + i, sums_of_sixteen(v + i));
-#else
-    for (int i = 0; i < TILE; i++) result[i] = sum(v[i]);
-#endif
-}
-
-// `total` plus products of queries and keys, a register full of keys; the lanes are summed later.
-inline Vec add_products(Vec total, const float *query, const float *key) { return total + load(query) * load(key); }
-inline Vec add_products(Vec total, const float *query, const Bf16 *key) { return total + load(query) * load(key); }
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-inline Vec add_products(Vec total, const Bf16 *query, const Bf16 *key) {
-    return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_loadu_si512(query), (__m512bh)_mm512_loadu_si512(key));
-}
-#endif
-
-// How a query is kept while it is used: in pairs where an instruction takes them, else as float.
-template <class Q, class T> struct Kept {
-    typedef float type;
-};
-template <> struct Kept<Bf16, Bf16> {
-    typedef std::conditional<PAIRS, Bf16, float>::type type;
-};
-
-// Scores of `G` query rows with the tile's keys: [G][TILE], not yet scaled.
-template <int G, class K, class T>
-inline void score(const K *query, int64_t dim, const T *const *keys, int64_t offset, float *scores, Ahead<T> ahead) {
-    constexpr int STEP = LANES * 4 / sizeof(K);
-    constexpr int TOGETHER = G <= 2 ? 4 : 2;
-    Vec partial[G][TILE];
-    for (int t = 0; t < TILE; t += TOGETHER) {
-        Vec total[G][TOGETHER] = {};
-        for (int i = 0; i < TOGETHER; i++) ahead.ask(t + i, 0, dim * sizeof(T));
-        for (int64_t d = 0; d < dim; d += STEP)
-            for (int i = 0; i < TOGETHER; i++)
-                for (int g = 0; g < G; g++)
-                    total[g][i] = add_products(total[g][i], query + g * dim + d, keys[t + i] + offset + d);
-        for (int g = 0; g < G; g++)
-            for (int i = 0; i < TOGETHER; i++) partial[g][t + i] = total[g][i];
-    }
-    for (int g = 0; g < G; g++) sums(partial[g], scores + g * TILE);
-}
-
-// One step of the online softmax of a row. Turns scores into weights, updates maximum and sum, returns the factor that
-// brings what was summed before to the new maximum.
-inline float soften(float *scores, float scale, int64_t count, float &maximum, float &total) {
-    IntVec lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    Vec s[TILE_VECS], most = splat(LOWEST);
-    for (int i = 0; i < TILE_VECS; i++) {
-        s[i] = load(scores + i * LANES) * scale;
-        s[i] = lane + i * LANES < IntVec{} + int32_t(count) ? s[i] : splat(-INFINITY);
-        most = larger(s[i], most);
-    }
-    float now = std::max(maximum, largest(most));
-    Vec sum_of_weights = {};
-    for (int i = 0; i < TILE_VECS; i++) {
-        Vec weight = exponential(s[i] - now);
-        store(scores + i * LANES, weight);
-        sum_of_weights += weight;
-    }
-    float factor = now == maximum ? 1.0f : exponential(maximum - now);
-    maximum = now;
-    total = total * factor + sum(sum_of_weights);
-    return factor;
-}
-
-// mixed[G][dim] = factor[G] * mixed + weights[G][TILE] times the tile's values, `N` vectors of it from `d` on.
-template <int G, int N, class T>
-inline void mix(const float *weights, const float *factor, const T *const *values, int64_t offset, float *mixed,
-                int64_t dim, Ahead<T> ahead, int64_t ahead_from) {
-    Vec total[G][N];
-    for (int g = 0; g < G; g++)
-        for (int n = 0; n < N; n++) total[g][n] = load(mixed + g * dim + n * LANES) * factor[g];
-    for (int t = 0; t < TILE; t++) {
-        Vec value[N];
-        ahead.ask(t, ahead_from, N * LANES * sizeof(T));
-        for (int n = 0; n < N; n++) value[n] = load(values[t] + offset + n * LANES);
-        for (int g = 0; g < G; g++)
-            for (int n = 0; n < N; n++) total[g][n] += weights[g * TILE + t] * value[n];
-    }
-    for (int g = 0; g < G; g++)
-        for (int n = 0; n < N; n++) store(mixed + g * dim + n * LANES, total[g][n]);
-}
-
 // State of `rows` query rows: maximum and sum of weights [rows] each, then sums of values [rows][dim].
 struct Running {
     float *maximum, *total, *mixed;
 
-    static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
+    static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows * (dim + 2), 16); }
     Running(float *at, int64_t rows) : maximum(at), total(at + rows), mixed(at + 2 * rows) {}
     void clear(int64_t rows, int64_t dim) {
         std::fill(maximum, maximum + rows, LOWEST);
         std::fill(total, total + rows, 0.0f);
         std::fill(mixed, mixed + rows * dim, 0.0f);
     }
-    Running from(int64_t row, int64_t dim) const {
-        Running r = *this;
-        r.maximum += row, r.total += row, r.mixed += row * dim;
-        return r;
-    }
 };
 
-// A tile for `G` heads of one token, straight from the arena.
-template <int G, class K, class T>
-void attend_rows(const K *query, int64_t dim, const Rows<T> &rows, int64_t offset, float scale, Running state,
-                 Ahead<T> keys, Ahead<T> values) {
-    float scores[G * TILE], factor[G];
-    score<G>(query, dim, rows.keys, offset, scores, keys);
-    for (int g = 0; g < G; g++)
-        factor[g] = soften(scores + g * TILE, scale, rows.count, state.maximum[g], state.total[g]);
-    int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        mix<G, 4>(scores, factor, rows.values, offset + d, state.mixed + d, dim, values, d);
-    for (; d < dim; d += LANES)
-        mix<G, 1>(scores, factor, rows.values, offset + d, state.mixed + d, dim, values, d);
-}
-
-// All heads of a group, at most MOST_ROWS at a time; later ones find the tile in the nearest cache.
-template <class K, class T>
-void attend_group(const K *query, int64_t group, int64_t dim, const Rows<T> &rows, int64_t offset, float scale,
-                  Running state, Ahead<T> keys, Ahead<T> values) {
-    int64_t turns = (group + MOST_ROWS - 1) / MOST_ROWS;
-    for (int64_t turn = 0, g = 0; turn < turns; turn++) {
-        int64_t count = (group - g + turns - turn - 1) / (turns - turn);
-        const K *q = query + g * dim;
-        Running r = state.from(g, dim);
-        switch (count) {
-        case 1: attend_rows<1>(q, dim, rows, offset, scale, r, keys, values); break;
-        case 2: attend_rows<2>(q, dim, rows, offset, scale, r, keys, values); break;
-        case 3: attend_rows<3>(q, dim, rows, offset, scale, r, keys, values); break;
-        default: attend_rows<4>(q, dim, rows, offset, scale, r, keys, values); break;
-        }
-        g += count;
-        keys.rows = values.rows = nullptr;
-    }
-}
-
-template <class Q> inline void keep(const Q *from, float *to, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = to_float(from[i]);
-}
-inline void keep(const Bf16 *from, Bf16 *to, int64_t n) { std::memcpy(to, from, n * sizeof(Bf16)); }
-
-// One token over part of its context: tile by tile, all kv heads of a tile after each other.
-template <class Q, class T> void attend_token(const Problem &p, const Job &job, Running state) {
-    typedef typename Kept<Q, T>::type K;
-    const Cache &c = p.cache;
-    int64_t dim = c.head_dim, rows_of_job = job.heads * p.group;
-    K *query = scratch.take<K>(rows_of_job * dim);
-    keep(static_cast<const Q *>(p.query) + job.first * p.query_stride + job.head * p.group * dim, query,
-         rows_of_job * dim);
-    const int32_t *table = p.tables + job.sequence * p.table_stride;
-    Rows<T> tiles[2];
-    tiles[0].find(p, table, job.begin, job.end);
-    for (int64_t begin = job.begin, i = 0; begin < job.end; begin += TILE, i ^= 1) {
-        Rows<T> &now = tiles[i], &next = tiles[i ^ 1];
-        bool last = begin + TILE >= job.end;
-        if (!last) next.find(p, table, begin + TILE, job.end);
-        for (int64_t h = 0; h < job.heads; h++) {
-            int64_t offset = (job.head + h) * c.head_stride;
-            bool same = h + 1 < job.heads;
-            const Rows<T> *rows = same ? &now : last ? nullptr : &next;
-            int64_t there = same ? offset + c.head_stride : job.head * c.head_stride;
-            attend_group(query + h * p.group * dim, p.group, dim, now, offset, p.scale, state.from(h * p.group, dim),
-                         Ahead<T>{rows ? rows->keys : nullptr, there}, Ahead<T>{rows ? rows->values : nullptr, there});
-        }
-    }
-}
-
-// ---- tiles of query tokens, for prefills and for head sizes that do not fill registers
-//
-// Keys of a tile are copied once, transposed so that a register holds one feature (or a pair of them) of LANES tokens,
-// and the values converted to float; both are padded with zeros. A `Unit` is a float or a pair of bfloat16.
-
-#if defined(__AVX512F__)
-// 16 by 16 words of 4 bytes.
-inline void transpose_block(const uint32_t *from, int64_t from_stride, uint32_t *to, int64_t to_stride) {
-    __m512i r[16], t[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * from_stride);
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 8; i++) {
-        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * to_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    }
-}
-#endif
-
-// `units` [TILE][width] to [width][TILE], `width` a multiple of 16.
-inline void transpose(const uint32_t *units, int64_t width, uint32_t *result) {
-#if defined(__AVX512F__)
-    for (int t = 0; t < TILE; t += 16)
-        for (int64_t d = 0; d < width; d += 16)
-            transpose_block(units + t * width + d, width, result + d * TILE + t, TILE);
-#else
-    for (int64_t d = 0; d < width; d++)
-        for (int t = 0; t < TILE; t++) result[d * TILE + t] = units[t * width + d];
-#endif
-}
-
-inline Vec add_unit(Vec total, float query, Vec keys, float) { return total + query * keys; }
-inline Vec add_unit(Vec total, float query, Vec keys, Bf16) {
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-    return (Vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)splat(query), (__m512bh)keys);
-#else
-    return total;  // never instantiated where PAIRS is false
-#endif
-}
-
-// Scores of ROW_BLOCK query rows [ROW_BLOCK][width] with transposed keys [width][TILE].
-template <class K> void score_block(const float *query, int64_t width, const float *keys, float *scores) {
-    constexpr int HALF = LANES == 16 ? ROW_BLOCK : ROW_BLOCK / 4;  // rows whose totals fit the registers
-    for (int r0 = 0; r0 < ROW_BLOCK; r0 += HALF) {
-        Vec total[HALF][TILE_VECS] = {};
-        for (int64_t d = 0; d < width; d++) {
-            Vec key[TILE_VECS];
-            for (int i = 0; i < TILE_VECS; i++) key[i] = load(keys + d * TILE + i * LANES);
-            for (int r = 0; r < HALF; r++)
-                for (int i = 0; i < TILE_VECS; i++)
-                    total[r][i] = add_unit(total[r][i], query[(r0 + r) * width + d], key[i], K());
-        }
-        for (int r = 0; r < HALF; r++)
-            for (int i = 0; i < TILE_VECS; i++) store(scores + (r0 + r) * TILE + i * LANES, total[r][i]);
-    }
-}
-
-template <class T> inline void copy_row(const T *from, int64_t n, float *to) {
-    for (int64_t d = 0; d < n; d += LANES) store(to + d, load(from + d, n - d));
-}
-inline void copy_row(const Bf16 *from, int64_t n, Bf16 *to) { std::memcpy(to, from, n * sizeof(Bf16)); }
-
-template <class Q, class T> void attend_tile(const Problem &p, const Job &job, Running state) {
-    typedef typename Kept<Q, T>::type K;
-    const Cache &c = p.cache;
-    int64_t dim = c.head_dim, group = p.group, rows = job.tokens * group;
-    int64_t padded = round_up(dim, 16 * 4 / sizeof(K)), width = padded * sizeof(K) / 4;
-    int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK * ROW_BLOCK, wide = round_up(dim, 16);
-    K *query = scratch.take<K>(blocks * padded);
-    K *staged = scratch.take<K>(TILE * padded);
-    float *keys = scratch.take<float>(width * TILE);
-    float *values = scratch.take<float>(TILE * wide);
-    float *scores = scratch.take<float>(blocks * TILE);
-    float *factors = scratch.take<float>(blocks);
-    // The sums of values are padded too, and moved to their place at the end.
-    float *mixed = scratch.take<float>(blocks * wide);
-    std::memset(query, 0, blocks * padded * sizeof(K));
-    std::memset(staged, 0, TILE * padded * sizeof(K));
-    std::memset(mixed, 0, blocks * wide * sizeof(float));
-    std::memset(values, 0, TILE * wide * sizeof(float));
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t token = job.first + r / group, head = job.head * group + r % group;
-        keep(static_cast<const Q *>(p.query) + token * p.query_stride + head * dim, query + r * padded, dim);
-    }
-    const float *value_rows[TILE];
-    for (int t = 0; t < TILE; t++) value_rows[t] = values + t * wide;
-    const int32_t *table = p.tables + job.sequence * p.table_stride;
-    int64_t start = p.starts[job.sequence] + job.first - p.bounds[job.sequence];
-    int64_t offset = job.head * c.head_stride;
-    for (int64_t begin = job.begin; begin < job.end; begin += TILE) {
-        Rows<T> tile;
-        tile.find(p, table, begin, job.end);
-        for (int t = 0; t < TILE; t++) {
-            copy_row(tile.keys[t] + offset, dim, staged + t * padded);
-            copy_row(tile.values[t] + offset, dim, values + t * wide);
-        }
-        transpose(reinterpret_cast<const uint32_t *>(staged), width, reinterpret_cast<uint32_t *>(keys));
-        for (int64_t r = 0; r < blocks; r += ROW_BLOCK)
-            score_block<K>(reinterpret_cast<const float *>(query) + r * width, width, keys, scores + r * TILE);
-        for (int64_t r = 0; r < rows; r++) {
-            // Causal: a row sees keys up to its own position.
-            int64_t visible = std::clamp<int64_t>(start + r / group + 1 - begin, 0, tile.count);
-            factors[r] = soften(scores + r * TILE, p.scale, visible, state.maximum[r], state.total[r]);
-        }
-        constexpr int R = MOST_ROWS;
-        constexpr Ahead<float> nothing{nullptr, 0};
-        for (int64_t r = rows; r < blocks; r++) {
-            factors[r] = 0;
-            std::memset(scores + r * TILE, 0, TILE * sizeof(float));
-        }
-        int64_t d = 0;
-        for (; d + 4 * LANES <= wide; d += 4 * LANES)
-            for (int64_t r = 0; r < blocks; r += R)
-                mix<R, 4>(scores + r * TILE, factors + r, value_rows, d, mixed + r * wide + d, wide, nothing, 0);
-        for (; d < wide; d += LANES)
-            for (int64_t r = 0; r < blocks; r += R)
-                mix<R, 1>(scores + r * TILE, factors + r, value_rows, d, mixed + r * wide + d, wide, nothing, 0);
-    }
-    for (int64_t r = 0; r < rows; r++) std::memcpy(state.mixed + r * dim, mixed + r * wide, dim * sizeof(float));
-}
-
-// Where row `r` of a job goes in the output.
-inline int64_t output_place(const Problem &p, const Job &job, int64_t r) {
-    int64_t across = job.heads * p.group;
-    return ((job.first + r / across) * p.heads + job.head * p.group + r % across) * p.cache.head_dim;
-}
-
-template <class Q> void write_row(const Problem &p, const Job &job, int64_t r, const float *mixed, float total) {
-    Q *to = static_cast<Q *>(p.output) + output_place(p, job, r);
-    int64_t dim = p.cache.head_dim;
-    for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(mixed + d, dim - d) / total, dim - d);
-}
-
-template <class Q> void merge_row(const Problem &p, const Merge &m, int64_t r, const float *parts, float *sum_of_row) {
-    int64_t dim = p.cache.head_dim, rows = m.job.tokens * m.job.heads * p.group, size = Running::floats(rows, dim);
-    float maximum = LOWEST, total = 0;
-    for (int64_t i = 0; i < m.pieces; i++) maximum = std::max(maximum, parts[m.job.part + i * size + r]);
-    std::fill(sum_of_row, sum_of_row + dim, 0.0f);
-    for (int64_t i = 0; i < m.pieces; i++) {
-        Running piece(const_cast<float *>(parts) + m.job.part + i * size, rows);
-        float weight = exponential(piece.maximum[r] - maximum);
-        total += weight * piece.total[r];
-        for (int64_t d = 0; d < dim; d += LANES)
-            store(sum_of_row + d, load(sum_of_row + d, dim - d) + weight * load(piece.mixed + r * dim + d, dim - d),
-                  dim - d);
-    }
-    write_row<Q>(p, m.job, r, sum_of_row, total);
-}
-
 struct Schedule {
-    int64_t threads;
+    int64_t heads, kv_heads, dim;  // what it was made for
     std::vector<Job> jobs;
     std::vector<Merge> merges;
-    int64_t parts = 0;  // floats
+    std::vector<float> parts;
     int64_t most_rows = 0;
 };
 
-// What a job costs for every key of its context: the unit is one row of keys and values, read for one group.
-inline int64_t weight(const Job &job) { return job.heads * (1 + (job.tokens - 1) / 4); }
-
-// Every job over its whole context.
-std::vector<Job> whole_jobs(const Problem &p, int64_t sequences, bool direct) {
-    int64_t kv_heads = p.cache.kv_heads, tokens_of_tile = std::max<int64_t>(1, QUERY_ROWS / p.group);
-    std::vector<Job> jobs;
-    for (int64_t b = 0; b < sequences; b++) {
-        int64_t first = p.bounds[b], length = p.bounds[b + 1] - first;
-        if (length == 1 && direct) {
-            jobs.push_back({b, first, 1, 0, kv_heads, 0, p.starts[b] + 1, -1});
-            continue;
-        }
-        for (int64_t t = 0; t < length; t += tokens_of_tile) {
-            int64_t tokens = std::min(tokens_of_tile, length - t);
-            for (int64_t h = 0; h < kv_heads; h++)
-                jobs.push_back({b, first + t, tokens, h, 1, 0, p.starts[b] + t + tokens, -1});
-        }
-    }
-    return jobs;
-}
+// What a job costs for every key: reading it, or scoring it with every row.
+inline int64_t cost_of(int64_t rows) { return 4 + rows; }
 
 // Cut the step into jobs of a fair share at most: every thread gets about eight where the work allows, and none is
-// shorter than 128 tokens. What one thread has done before another wakes up is left to it alone.
-Schedule divide(const Problem &p, int64_t sequences, int64_t threads, bool direct) {
-    std::vector<Job> whole = whole_jobs(p, sequences, direct);
-    int64_t cost = 0;
-    for (const Job &job : whole) cost += job.end * weight(job);
-    Schedule s;
-    s.threads = cost * p.cache.head_dim <= 2 * SMALL ? 1 : threads;
-    int64_t share = cost / (8 * s.threads) + 1;
+// shorter than 256 tokens. The longest come first, so that no thread is left with one at the end.
+void divide(Schedule &schedule, const Step &s, int64_t threads) {
+    int64_t group = schedule.heads / schedule.kv_heads, dim = schedule.dim;
+    int64_t tokens_of_tile = std::max<int64_t>(1, QUERY_ROWS / group), cost = 0;
+    std::vector<Job> whole;
+    for (int64_t b = 0; b < s.sequences; b++) {
+        int64_t first = s.bounds[b], length = s.bounds[b + 1] - first;
+        for (int64_t t = 0; t < length; t += tokens_of_tile) {
+            int64_t tokens = std::min(tokens_of_tile, length - t);
+            for (int64_t h = 0; h < schedule.kv_heads; h++) {
+                whole.push_back({b, first + t, tokens, h, 0, s.starts[b] + t + tokens, -1});
+                cost += whole.back().end * cost_of(tokens * group);
+            }
+        }
+    }
+    int64_t share = cost / (8 * threads) + 1, parts = 0;
     for (Job job : whole) {
-        int64_t longest = std::max<int64_t>(128, round_up(share / weight(job) + 1, TILE));
-        int64_t pieces = s.threads == 1 ? 1 : (job.end + longest - 1) / longest;
-        int64_t rows = job.tokens * job.heads * p.group;
-        s.most_rows = std::max(s.most_rows, rows);
+        int64_t rows = job.tokens * group;
+        int64_t longest = std::max<int64_t>(256, round_up(share / cost_of(rows) + 1, TILE));
+        int64_t pieces = threads == 1 ? 1 : ceiling(job.end, longest);
+        schedule.most_rows = std::max(schedule.most_rows, rows);
         if (pieces == 1) {
-            s.jobs.push_back(job);
+            schedule.jobs.push_back(job);
             continue;
         }
-        int64_t length = round_up((job.end + pieces - 1) / pieces, TILE), end = job.end;
-        pieces = (end + length - 1) / length;
-        job.part = s.parts;
-        s.merges.push_back({job, pieces});
+        int64_t length = round_up(ceiling(job.end, pieces), TILE), end = job.end;
+        pieces = ceiling(end, length);
+        job.part = parts;
+        schedule.merges.push_back({job, pieces});
         for (int64_t i = 0; i < pieces; i++) {
-            job.begin = i * length, job.end = std::min(end, job.begin + length), job.part = s.parts;
-            s.jobs.push_back(job);
-            s.parts += Running::floats(rows, p.cache.head_dim);
+            job.begin = i * length, job.end = std::min(end, job.begin + length), job.part = parts;
+            schedule.jobs.push_back(job);
+            parts += Running::floats(rows, dim);
         }
     }
-    return s;
+    std::stable_sort(schedule.jobs.begin(), schedule.jobs.end(), [&](const Job &a, const Job &b) {
+        return (a.end - a.begin) * cost_of(a.tokens * group) > (b.end - b.begin) * cost_of(b.tokens * group);
+    });
+    schedule.parts.resize(parts);
 }
 
-template <class Q, class T> void attend(const Problem &p, int64_t sequences, int64_t threads) {
-    int64_t dim = p.cache.head_dim;
-    bool direct = dim % (2 * LANES) == 0;  // rows fill registers, of pairs as well
-    Schedule s = divide(p, sequences, threads, direct);
-    std::unique_ptr<float[]> parts(new float[s.parts]);
-    int64_t rows = std::max<int64_t>(s.most_rows, p.group) + ROW_BLOCK;
-    int64_t bytes = 4 * ((3 * rows + 3 * TILE) * (dim + 64) + rows * (TILE + 8)) + 16 * 64;
-    int64_t jobs = s.jobs.size(), merges = s.merges.size();
-#pragma omp parallel num_threads(int(s.threads))
-    {
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t j = 0; j < jobs; j++) {
-            const Job &job = s.jobs[j];
-            int64_t count = job.tokens * job.heads * p.group;
-            scratch.reset(bytes);
-            float *at = job.part < 0 ? scratch.take<float>(Running::floats(count, dim)) : parts.get() + job.part;
-            Running state(at, count);
-            state.clear(count, dim);
-            if (direct && job.tokens == 1 && job.heads == p.cache.kv_heads) attend_token<Q, T>(p, job, state);
-            else attend_tile<Q, T>(p, job, state);
-            if (job.part < 0)
-                for (int64_t r = 0; r < count; r++)
-                    write_row<Q>(p, job, r, state.mixed + r * dim, state.total[r]);
+// Where the keys and values of a tile are: of each register of keys, and of each sub-block of values. Beyond the end they
+// repeat the last sub-block, whose scores get no weight.
+constexpr int TILE_VECS = TILE / LANES, TILE_SUBS = TILE / SUB_BLOCK;
+template <class T> struct Tile {
+    const T *keys[TILE_VECS], *values[TILE_SUBS];
+
+    void find(const Attention &op, const int32_t *table, int64_t head, int64_t begin, int64_t end) {
+        int64_t at[TILE_SUBS];
+        for (int i = 0; i < TILE_SUBS; i++) {
+            int64_t position = begin + i * SUB_BLOCK;
+            at[i] = i == 0 || position < end ? sub_block(op, table, position, head) : at[i - 1];
+            values[i] = reinterpret_cast<const T *>(op.values) + at[i];
         }
-        if (merges) {
-#pragma omp barrier
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < merges; i++) {
-            scratch.reset(bytes);
-            float *row = scratch.take<float>(dim);
-            for (int64_t r = 0; r < s.merges[i].job.tokens * s.merges[i].job.heads * p.group; r++)
-                merge_row<Q>(p, s.merges[i], r, parts.get(), row);
-        }
+        for (int v = 0; v < TILE_VECS; v++)
+            keys[v] = reinterpret_cast<const T *>(op.keys) + at[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK * unit<T>;
     }
+};
+
+// Asks for what is read next while something else is worked on: blocks are far apart, and the hardware does not guess
+// them. All at once would be more than a core can have under way.
+template <bool ASK, class T> inline void ask(const T *at) {
+    if constexpr (ASK) __builtin_prefetch(at, 0, 3);
+}
+
+// Scores of `M` query rows with a tile: [M][TILE], not yet scaled.
+template <int M, bool ASK, class T>
+inline void score(const T *query, int64_t dim, const Tile<T> &tile, const Tile<T> &next, float *scores) {
+    Vec total[M][TILE_VECS] = {};
+    for (int64_t d = 0; d < dim; d += unit<T>)
+        for (int v = 0; v < TILE_VECS; v++) {
+            const T *keys = tile.keys[v] + d * SUB_BLOCK;
+            ask<ASK>(next.keys[v] + d * SUB_BLOCK);
+            for (int m = 0; m < M; m++) total[m][v] = add_products(total[m][v], query + m * dim + d, keys);
+        }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < TILE_VECS; v++) store(scores + m * TILE + v * LANES, total[m][v]);
+}
+
+// One step of the online softmax of a row, in powers of two. Turns scores into weights, updates maximum and sum, and
+// returns the factor that brings what was summed before to the new maximum.
+template <class T>
+inline float soften(const float *scores, float scale, int64_t count, float &maximum, float &total, T *weights) {
+    constexpr bool EXACT = std::is_same<T, float>::value;
+    Vec s[TILE_VECS], most = splat(LOWEST);
+    for (int i = 0; i < TILE_VECS; i++) {
+        s[i] = load(scores + i * LANES) * scale;
+        if (count < TILE) s[i] = lanes() + i * LANES < IntVec{} + int32_t(count) ? s[i] : splat(LOWEST);
+        most = larger(s[i], most);
+    }
+    float now = std::max(maximum, largest(most));
+    Vec sum_of_weights = {};
+    for (int i = 0; i < TILE_VECS; i++) {
+        Vec weight = power_of_two<EXACT>(s[i] - now);
+        if (count < TILE) weight = lanes() + i * LANES < IntVec{} + int32_t(count) ? weight : Vec{};
+        store(weights + i * LANES, weight);
+        sum_of_weights += weight;
+    }
+    float factor = now == maximum ? 1.0f : std::exp2(maximum - now);
+    maximum = now;
+    total = total * factor + sum(sum_of_weights);
+    return factor;
+}
+
+// The last value of an odd count lies beside one that was never written.
+inline Vec add_last(Vec total, float weight, const float *values) { return total + weight * load(values); }
+inline Vec add_last(Vec total, float weight, const Bf16 *values) {
+    BitVec v;
+    std::memcpy(&v, values, sizeof v);
+    return total + weight * (Vec)(v << 16);
+}
+
+// mixed[M][dim] = factor[M] * mixed + weights[M][count] times the tile's values, `N` vectors of it from `d` on.
+template <int M, int N, bool ASK, class T>
+inline void mix(const T *weights, const float *factor, const Tile<T> &tile, const Tile<T> &next, int64_t count,
+                float *mixed, int64_t dim, int64_t d) {
+    constexpr int U = unit<T>, PER_SUB = SUB_BLOCK / U;
+    Vec total[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) total[m][n] = load(mixed + m * dim + d + n * LANES) * factor[m];
+    int64_t units = count / U;
+    for (int64_t sub = 0, first = 0; first < units; sub++, first += PER_SUB) {
+        const T *values = tile.values[sub] + d * U, *after = next.values[sub] + d * U;
+        const T *weight = weights + first * U;
+        for (int64_t i = 0; i < std::min<int64_t>(PER_SUB, units - first); i++)
+            for (int n = 0; n < N; n++) {
+                ask<ASK>(after + (i * dim + n * LANES) * U);
+                for (int m = 0; m < M; m++)
+                    total[m][n] = add_products(total[m][n], weight + m * TILE + i * U,
+                                               values + (i * dim + n * LANES) * U);
+            }
+    }
+    if (count % U) {
+        const T *values = tile.values[units / PER_SUB] + (units % PER_SUB * dim + d) * U;
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++)
+                total[m][n] = add_last(total[m][n], to_float(weights[m * TILE + units * U]), values + n * LANES * U);
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(mixed + m * dim + d + n * LANES, total[m][n]);
+}
+
+// `M` rows, of tokens `group` rows apart from each other, with one tile.
+template <int M, bool ASK, class T>
+void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const Tile<T> &next, int64_t visible,
+                 int64_t row, int64_t group, int64_t count, Running state) {
+    int64_t dim = op.dim;
+    float scores[M * TILE], factor[M];
+    alignas(64) T weights[M * TILE];
+    score<M, ASK>(query + row * dim, dim, tile, next, scores);
+    for (int m = 0; m < M; m++) {
+        // Causal: a row sees keys up to its own position.
+        int64_t seen = std::min<int64_t>(count, visible + (row + m) / group);
+        factor[m] = soften(scores + m * TILE, op.scale * 1.44269504f, std::max<int64_t>(0, seen),
+                           state.maximum[row + m], state.total[row + m], weights + m * TILE);
+    }
+    float *mixed = state.mixed + row * dim;
+    int64_t most = std::min<int64_t>(count, visible + (row + M - 1) / group), d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<M, 4, ASK>(weights, factor, tile, next, most, mixed, dim, d);
+    for (; d < dim; d += LANES) mix<M, 1, ASK>(weights, factor, tile, next, most, mixed, dim, d);
+}
+
+template <class T> void attend(const Attention &op, const Step &s, const Job &job, Running state) {
+    int64_t dim = op.dim, group = op.heads / op.kv_heads, rows = job.tokens * group;
+    T *query = scratch.take<T>(rows * dim);
+    for (int64_t r = 0; r < rows; r++)
+        std::memcpy(query + r * dim,
+                    op.query.row<T>(job.first + r / group) + (job.head * group + r % group) * op.query_head_stride,
+                    dim * sizeof(T));
+    const int32_t *table = s.tables + job.sequence * s.table_stride;
+    int64_t start = s.starts[job.sequence] + job.first - s.bounds[job.sequence];
+    Tile<T> tiles[2];
+    tiles[0].find(op, table, job.head, job.begin, job.end);
+    for (int64_t begin = job.begin, turn = 0; begin < job.end; begin += TILE, turn ^= 1) {
+        const Tile<T> &now = tiles[turn];
+        Tile<T> &next = tiles[turn ^ 1];
+        bool more = begin + TILE < job.end;
+        if (more) next.find(op, table, job.head, begin + TILE, job.end);
+        int64_t count = std::min<int64_t>(TILE, job.end - begin);
+        int64_t visible = start + 1 - begin;  // keys of the tile that the first token sees
+        // Rows that see nothing of the tile yet are passed over.
+        int64_t first = visible > 0 ? 0 : std::min(rows, (1 - visible) * group);
+        first = first / ATTENTION_ROWS * ATTENTION_ROWS;
+        if (rows <= ATTENTION_ROWS && more)
+            by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
+                attend_tile<m(), true>(op, query, now, next, visible, r, group, count, state);
+            });
+        else
+            by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
+                attend_tile<m(), false>(op, query, now, now, visible, r, group, count, state);
+            });
+    }
+}
+
+template <class T>
+void write_row(const Attention &op, const Job &job, int64_t row, const float *mixed, float total) {
+    int64_t group = op.heads / op.kv_heads;
+    T *to = op.out.row<T>(job.first + row / group) + (job.head * group + row % group) * op.dim;
+    float factor = 1 / total;
+    for (int64_t d = 0; d < op.dim; d += LANES) store(to + d, load(mixed + d) * factor);
+}
+
+template <class T> void merge_row(const Attention &op, const Schedule &schedule, const Merge &m, int64_t row) {
+    int64_t dim = op.dim, rows = m.job.tokens * (op.heads / op.kv_heads), size = Running::floats(rows, dim);
+    float *parts = const_cast<float *>(schedule.parts.data()) + m.job.part;
+    float *mixed = scratch.take<float>(dim);
+    float maximum = LOWEST, total = 0;
+    for (int64_t i = 0; i < m.pieces; i++) maximum = std::max(maximum, parts[i * size + row]);
+    std::fill(mixed, mixed + dim, 0.0f);
+    for (int64_t i = 0; i < m.pieces; i++) {
+        Running piece(parts + i * size, rows);
+        float weight = std::exp2(piece.maximum[row] - maximum);
+        total += weight * piece.total[row];
+        for (int64_t d = 0; d < dim; d += LANES)
+            store(mixed + d, load(mixed + d) + weight * load(piece.mixed + row * dim + d));
+    }
+    write_row<T>(op, m.job, row, mixed, total);
+}
+
+template <class T> void run(const Attention &op, const Step &s, Team &team, int64_t index, Schedule &schedule) {
+    int64_t group = op.heads / op.kv_heads, dim = op.dim;
+    team.share_phase(index, 0, s.tokens, 4, [&](int64_t t) { prepare<T>(op, s, t); });
+    team.meet();
+    team.share_phase(index, 1, schedule.jobs.size(), 1, [&](int64_t j) {
+        const Job &job = schedule.jobs[j];
+        int64_t rows = job.tokens * group;
+        scratch.restart();
+        float *at = job.part < 0 ? scratch.take<float>(Running::floats(rows, dim)) : schedule.parts.data() + job.part;
+        Running state(at, rows);
+        state.clear(rows, dim);
+        attend<T>(op, s, job, state);
+        if (job.part < 0)
+            for (int64_t r = 0; r < rows; r++) write_row<T>(op, job, r, state.mixed + r * dim, state.total[r]);
+    });
+    if (schedule.merges.empty()) return;
+    team.meet();
+    team.share_phase(index, 2, schedule.merges.size(), 1, [&](int64_t i) {
+        const Merge &m = schedule.merges[i];
+        for (int64_t r = 0; r < m.job.tokens * group; r++) {
+            scratch.restart();
+            merge_row<T>(op, schedule, m, r);
+        }
+    });
 }
 
 // ---- the gated delta rule
 
-struct Recurrence {
-    const void *query, *key, *value, *beta;
-    const float *decay;
-    void *output;  // [tokens, value_heads, value_dim]
-    int64_t query_stride, key_stride, value_stride, beta_stride, decay_stride;  // from token to token
+struct DeltaRule {
+    int64_t kind;
+    Rows query, key, value, beta, step_size, out;  // heads side by side
+    const float *rate, *step_bias;                 // [value_heads]: decay is exp(-rate softplus(step_size + step_bias))
     float *states;
     int64_t slot_stride, key_heads, value_heads, key_dim, value_dim;
 };
 
 // The vector at length one times `length`, as float; `epsilon` is added to its square.
-template <class T> void unit(const T *x, int64_t n, float length, float *result) {
+template <class T> void unit_vector(const T *x, int64_t n, float length, float *result) {
     Vec squares = {};
     for (int64_t i = 0; i < n; i += LANES) {
         Vec v = load(x + i, n - i);
@@ -727,20 +989,24 @@ void advance(float *state, int64_t stride, int64_t key_dim, const float *query, 
 }
 
 // The tokens of one sequence after each other on the state of one head, which stays in the cache.
-template <class T>
-void recur(const Recurrence &r, int64_t begin, int64_t end, int64_t place, int64_t head, float *query, float *key) {
-    int64_t K = r.key_dim, V = r.value_dim, key_head = head / (r.value_heads / r.key_heads);
-    float *state = r.states + place * r.slot_stride + head * K * V;
+template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int64_t head) {
+    int64_t K = op.key_dim, V = op.value_dim, key_head = head / (op.value_heads / op.key_heads);
+    scratch.restart();
+    float *query = scratch.take<float>(K + LANES), *key = scratch.take<float>(K + LANES);
+    float *state = op.states + s.slots[b] * op.slot_stride + head * K * V;
     constexpr int N = LANES == 16 ? 8 : 4;
-    for (int64_t t = begin; t < end; t++) {
-        unit(static_cast<const T *>(r.query) + t * r.query_stride + key_head * K, K, 1 / std::sqrt(float(K)), query);
-        unit(static_cast<const T *>(r.key) + t * r.key_stride + key_head * K, K, 1, key);
+    for (int64_t t = s.bounds[b]; t < s.bounds[b + 1]; t++) {
+        unit_vector(op.query.row<T>(t) + key_head * K, K, 1 / std::sqrt(float(K)), query);
+        unit_vector(op.key.row<T>(t) + key_head * K, K, 1, key);
         Vec products = {};
         for (int64_t i = 0; i < K; i += LANES) products += load(query + i, K - i) * load(key + i, K - i);
-        float product = sum(products), decay = std::exp(r.decay[t * r.decay_stride + head]);
-        float beta = to_float(static_cast<const T *>(r.beta)[t * r.beta_stride + head]);
-        const T *value = static_cast<const T *>(r.value) + t * r.value_stride + head * V;
-        T *output = static_cast<T *>(r.output) + (t * r.value_heads + head) * V;
+        float product = sum(products);
+        float step = to_float(op.step_size.row<T>(t)[head]) + op.step_bias[head];
+        float decay = std::exp(-op.rate[head] * (step > 20 ? step : std::log1p(std::exp(step))));
+        T sharp[LANES] = {op.beta.row<T>(t)[head]};
+        float beta = rounded_to<T>(sigmoid(load(sharp)))[0];
+        const T *value = op.value.row<T>(t) + head * V;
+        T *output = op.out.row<T>(t) + head * V;
         int64_t v = 0;
         for (; v + N * LANES <= V; v += N * LANES)
             advance<N>(state + v, V, K, query, key, product, decay, beta, value + v, output + v, N * LANES);
@@ -749,216 +1015,284 @@ void recur(const Recurrence &r, int64_t begin, int64_t end, int64_t place, int64
     }
 }
 
-template <class T>
-void delta_rule(const Recurrence &r, const int64_t *bounds, const int64_t *places, int64_t sequences, int64_t threads) {
-    int64_t items = sequences * r.value_heads, elements = bounds[sequences] * r.value_heads * r.key_dim * r.value_dim;
-#pragma omp parallel for num_threads(int(threads)) schedule(dynamic, 1) if (elements > SMALL)
-    for (int64_t i = 0; i < items; i++) {
-        int64_t b = i / r.value_heads;
-        scratch.reset(8 * (r.key_dim + 64));
-        float *query = scratch.take<float>(r.key_dim + LANES), *key = scratch.take<float>(r.key_dim + LANES);
-        recur<T>(r, bounds[b], bounds[b + 1], places[b], i % r.value_heads, query, key);
-    }
+template <class T> void run(const DeltaRule &op, const Step &s, Team &team, int64_t index) {
+    team.share(index, s.sequences * op.value_heads, 1,
+               [&](int64_t i) { recur<T>(op, s, i / op.value_heads, i % op.value_heads); });
 }
 
 // ---- causal convolution
 
+// Of every channel over each sequence, then silu; tails [slots, width - 1, channels] are read and then replaced.
+struct Convolve {
+    int64_t kind;
+    Rows x, out;
+    const void *weight;  // [channels, width]
+    char *tails;
+    int64_t slot_stride, tap_stride, channels, width;
+};
+
 // Channels in blocks, each for all sequences: its taps are converted once.
-template <class T>
-void convolve(const T *x, int64_t x_stride, const T *weight, T *tails, int64_t slot_stride, int64_t tap_stride,
-              T *output, const int64_t *bounds, const int64_t *places, int64_t sequences, int64_t channels,
-              int64_t width, bool activate, int64_t threads) {
+template <class T> void run(const Convolve &op, const Step &s, Team &team, int64_t index) {
     constexpr int64_t BLOCK = 128;
-    int64_t reach = width - 1;
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (bounds[sequences] * channels > SMALL)
-    for (int64_t first = 0; first < channels; first += BLOCK) {
-        int64_t count = std::min(BLOCK, channels - first);
-        scratch.reset(4 * width * BLOCK);
+    int64_t width = op.width, reach = width - 1;
+    team.share(index, ceiling(op.channels, BLOCK), 1, [&](int64_t block) {
+        int64_t first = block * BLOCK, count = std::min(BLOCK, op.channels - first);
+        scratch.restart();
         float *taps = scratch.take<float>(width * BLOCK);
         for (int64_t i = 0; i < width; i++)
-            for (int64_t n = 0; n < count; n++) taps[i * BLOCK + n] = to_float(weight[(first + n) * width + i]);
-        for (int64_t b = 0; b < sequences; b++) {
-            T *tail = tails + places[b] * slot_stride + first;
-            int64_t length = bounds[b + 1] - bounds[b];
-            const T *inputs = x + bounds[b] * x_stride + first;
+            for (int64_t n = 0; n < count; n++)
+                taps[i * BLOCK + n] = to_float(static_cast<const T *>(op.weight)[(first + n) * width + i]);
+        for (int64_t b = 0; b < s.sequences; b++) {
+            T *tail = reinterpret_cast<T *>(op.tails) + s.slots[b] * op.slot_stride + first;
+            int64_t begin = s.bounds[b], length = s.bounds[b + 1] - begin;
             auto input = [&](int64_t t) -> const T * {
-                return t < 0 ? tail + (reach + t) * tap_stride : inputs + t * x_stride;
+                return t < 0 ? tail + (reach + t) * op.tap_stride : op.x.row<T>(begin + t) + first;
             };
             for (int64_t t = 0; t < length; t++) {
-                T *to = output + (bounds[b] + t) * channels + first;
+                T *to = op.out.row<T>(begin + t) + first;
                 for (int64_t n = 0; n < count; n += LANES) {
                     Vec total = {};
                     for (int64_t i = 0; i < width; i++)
                         total += load(taps + i * BLOCK + n) * load(input(t - reach + i) + n, count - n);
-                    if (activate) total = silu(rounded_to<T>(total));
-                    store(to + n, total, count - n);
+                    store(to + n, activate(rounded_to<T>(total), SILU), count - n);
                 }
             }
             for (int64_t i = 0; i < reach; i++)
-                std::memmove(tail + i * tap_stride, input(length - reach + i), count * sizeof(T));
+                std::memmove(tail + i * op.tap_stride, input(length - reach + i), count * sizeof(T));
         }
-    }
+    });
 }
 
-// ---- element by element
+// ---- programs
 
+template <class O> inline const O &as(const void *operation) { return *static_cast<const O *>(operation); }
+inline Kind kind_of(const void *operation) { return Kind(*static_cast<const int64_t *>(operation)); }
 
-// `between` rounds the normalised value to T before the weight meets it.
-template <class T, class W>
-void rms_norm(const T *x, int64_t x_stride, const T *residual, int64_t residual_stride, T *sums_out, const W *weight,
-              T *output, int64_t rows, int64_t width, float epsilon, float offset, bool between, int64_t threads) {
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows * width > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        const T *from = x + r * x_stride;
-        Vec squares = {};
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec v = load(from + i, width - i);
-            if (residual) {
-                v = rounded_to<T>(v + load(residual + r * residual_stride + i, width - i));
-                store(sums_out + r * width + i, v, width - i);
-            }
-            squares += v * v;
-        }
-        if (residual) from = sums_out + r * width;
-        Vec factor = splat(1 / std::sqrt(sum(squares) / float(width) + epsilon));
-        for (int64_t i = 0; i < width; i += LANES) {
-            Vec v = load(from + i, width - i) * factor;
-            if (between) v = rounded_to<T>(v);
-            store(output + r * width + i, v * (load(weight + i, width - i) + offset), width - i);
-        }
+// The most memory that a thread needs in any operation.
+int64_t scratch_bytes(const void *const *operations, int64_t count, const std::vector<Schedule> &schedules) {
+    int64_t bytes = 4096;
+    for (int64_t i = 0; i < count; i++) {
+        if (kind_of(operations[i]) == CONVOLVE)
+            bytes = std::max(bytes, as<Convolve>(operations[i]).width * 128 * 4 + 4096);
+        if (kind_of(operations[i]) == DELTA_RULE)
+            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 8 + 4096);
     }
+    for (const Schedule &s : schedules)
+        bytes = std::max(bytes, s.most_rows * s.dim * 4 + 4 * Running::floats(s.most_rows, s.dim) + 4096);
+    return bytes;
 }
 
 template <class T>
-void rotate(const T *x, int64_t token_stride, int64_t head_stride, const T *cosines, const T *sines, T *output,
-            int64_t tokens, int64_t heads, int64_t dim, int64_t rotary, int64_t threads) {
-    int64_t half = rotary / 2;
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (tokens * heads * dim > SMALL)
-    for (int64_t t = 0; t < tokens; t++) {
-        const T *c = cosines + t * rotary, *s = sines + t * rotary;
-        for (int64_t h = 0; h < heads; h++) {
-            const T *from = x + t * token_stride + h * head_stride;
-            T *to = output + (t * heads + h) * dim;
-            for (int64_t i = 0; i < half; i += LANES) {
-                int64_t n = half - i;
-                Vec a = load(from + i, n), b = load(from + half + i, n);
-                store(to + i, a * load(c + i, n) - b * load(s + i, n), n);
-                store(to + half + i, b * load(c + half + i, n) + a * load(s + half + i, n), n);
+int64_t run_all(const void *const *operations, int64_t count, const Step &step, int64_t threads, double *seconds) {
+    Team team(count);
+    // Layers of one shape divide the work alike.
+    std::vector<Schedule> schedules;
+    std::vector<int64_t> schedule_of(count, -1);
+    for (int64_t i = 0; i < count; i++) {
+        if (kind_of(operations[i]) != ATTENTION) continue;
+        const Attention &op = as<Attention>(operations[i]);
+        for (size_t j = 0; j < schedules.size() && schedule_of[i] < 0; j++)
+            if (schedules[j].heads == op.heads && schedules[j].kv_heads == op.kv_heads && schedules[j].dim == op.dim)
+                schedule_of[i] = j;
+        if (schedule_of[i] >= 0) continue;
+        schedule_of[i] = schedules.size();
+        schedules.push_back({op.heads, op.kv_heads, op.dim, {}, {}, {}, 0});
+        divide(schedules.back(), step, threads);
+    }
+    int64_t bytes = scratch_bytes(operations, count, schedules);
+    std::atomic<bool> enough{true};
+#pragma omp parallel num_threads(int(threads))
+    {
+        if (!scratch.reserve(bytes)) enough = false;
+#pragma omp single
+        team.threads = omp_get_num_threads();
+        bool first = omp_get_thread_num() == 0;
+        double before = seconds && first ? omp_get_wtime() : 0;
+        for (int64_t i = 0; i < count && enough; i++) {
+            const void *op = operations[i];
+            switch (kind_of(op)) {
+            case EMBED: run<T>(as<Embed>(op), step, team, i); break;
+            case ANGLES: run<T>(as<Angles>(op), step, team, i); break;
+            case NORM: run<T>(as<Norm>(op), step, team, i); break;
+            case SELECT: run<T>(as<Select>(op), step, team, i); break;
+            case LINEAR: run<T>(as<Linear>(op), step, team, i); break;
+            case ATTENTION: run<T>(as<Attention>(op), step, team, i, schedules[schedule_of[i]]); break;
+            case CONVOLVE: run<T>(as<Convolve>(op), step, team, i); break;
+            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, i); break;
+            case GATED_NORM: run<T>(as<GatedNorm>(op), step, team, i); break;
+            case SIGMOID_GATE: run<T>(as<SigmoidGate>(op), step, team, i); break;
             }
-            std::memcpy(to + rotary, from + rotary, (dim - rotary) * sizeof(T));
+            team.meet();
+            if (seconds && first) {
+                double now = omp_get_wtime();
+                seconds[i] += now - before;
+                before = now;
+            }
         }
     }
+    return enough ? 0 : 1;
+}
+
+// ---- packing
+
+// Calls `work(column, panel, lane)` for every column of the packed weight, in parallel; `column` is -1 for padding.
+template <class F> void for_columns(int64_t outputs, bool gated, int64_t threads, F work) {
+    int64_t panels = ceiling(outputs, gated ? PANEL / 2 : PANEL);
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t lane = 0; lane < PANEL; lane++) {
+            int64_t column = gated ? panel * LANES + lane % LANES : panel * PANEL + lane;
+            bool there = column < outputs;
+            if (gated && lane >= LANES) column += outputs;
+            work(there ? column : -1, panel, lane);
+        }
 }
 
 template <class T>
-void silu_gate(const T *x, int64_t x_stride, T *output, int64_t rows, int64_t inner, int64_t threads) {
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows * inner > SMALL) collapse(2)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t first = 0; first < inner; first += 1024)
-            for (int64_t i = first; i < std::min(inner, first + 1024); i += LANES) {
-                const T *gate = x + r * x_stride + i;
-                Vec v = rounded_to<T>(silu(load(gate, inner - i))) * load(gate + inner, inner - i);
-                store(output + r * inner + i, v, inner - i);
+void pack(const T *weight, T *packed, int64_t outputs, int64_t inputs, bool gated, int64_t threads) {
+    constexpr int U = unit<T>;
+    for_columns(outputs, gated, threads, [&](int64_t column, int64_t panel, int64_t lane) {
+        T *to = packed + panel * PANEL * inputs + lane * U;
+        for (int64_t k = 0; k < inputs; k += U)
+            for (int u = 0; u < U; u++) to[k * PANEL + u] = column < 0 ? T{} : weight[column * inputs + k + u];
+    });
+}
+
+// Bytes [outputs, inputs], or halves of bytes with the value of each in one, and scales [outputs, groups].
+void pack_bytes(const uint8_t *weight, const float *scales, const float *least, uint8_t *packed, float *packed_scales,
+                float *packed_least, int64_t format, int64_t outputs, int64_t inputs, bool gated, int64_t threads) {
+    int64_t word = format == INT4_GROUPS ? 8 : 4, groups = format == INT8 ? 1 : inputs / GROUP;
+    for_columns(outputs, gated, threads, [&](int64_t column, int64_t panel, int64_t lane) {
+        uint8_t *to = packed + panel * PANEL * inputs * 4 / word + lane * 4;
+        for (int64_t k = 0; k < inputs; k += word, to += PANEL * 4)
+            for (int i = 0; i < 4; i++) {
+                const uint8_t *from = weight + column * inputs + k + i;
+                to[i] = column < 0 ? 0 : word == 8 ? uint8_t(from[0] | from[4] << 4) : from[0];
             }
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t at = (panel * groups + g) * PANEL + lane;
+            packed_scales[at] = column < 0 ? 0 : scales[column * groups + g];
+            if (packed_least) packed_least[at] = column < 0 ? 0 : least[column * groups + g];
+        }
+    });
 }
 
 }  // namespace
 
 extern "C" {
 
-// Increased with every change of a signature below.
-int64_t tenfold_interface() { return 1; }
+// Increased with every change of a signature or a struct.
+int64_t tenfold_interface() { return 2; }
 
-// key and value [tokens, kv_heads, head_dim] to places[tokens], each page times block size plus offset. Rows are copied
-// as bytes: `row` and all strides count them.
-void tenfold_store(char *keys, char *values, int64_t page_stride, int64_t token_stride, int64_t block_size,
-                   const char *key, const char *value, int64_t key_stride, int64_t value_stride, const int64_t *places,
-                   int64_t tokens, int64_t row, int64_t threads) {
-#pragma omp parallel for num_threads(int(threads)) schedule(static) if (tokens * row > 1 << 16)
-    for (int64_t t = 0; t < tokens; t++) {
-        int64_t at = places[t] / block_size * page_stride + places[t] % block_size * token_stride;
-        std::memcpy(keys + at, key + t * key_stride, row);
-        std::memcpy(values + at, value + t * value_stride, row);
+// Columns that are packed together: outputs are padded to a multiple of it, gated ones each half to half of it.
+int64_t tenfold_panel() { return PANEL; }
+
+// Sizes of the structs, by `Kind`, for the caller to compare with its own; then that of `Step`.
+int64_t tenfold_size(int64_t kind) {
+    const int64_t sizes[] = {sizeof(Embed),     sizeof(Angles),   sizeof(Norm),      sizeof(Select),    sizeof(Linear),
+                             sizeof(Attention), sizeof(Convolve), sizeof(DeltaRule), sizeof(GatedNorm), sizeof(SigmoidGate),
+                             sizeof(Step)};
+    return kind >= 0 && kind <= SIGMOID_GATE + 1 ? sizes[kind] : -1;
+}
+
+// Runs a program over one step. `seconds` [count], if not null, gains what each operation took. Returns 0, or 1 where
+// memory ran out before anything was done.
+int64_t tenfold_run(const void *const *operations, int64_t count, const void *step, int64_t bf16, int64_t threads,
+                    double *seconds) {
+    const Step &s = *static_cast<const Step *>(step);
+    try {
+        return bf16 ? run_all<Bf16>(operations, count, s, threads, seconds)
+                    : run_all<float>(operations, count, s, threads, seconds);
+    } catch (const std::bad_alloc &) {
+        return 1;
     }
 }
 
-// Causal attention of every query token over its own sequence: see `Problem`.
-void tenfold_attend(const void *query, int64_t query_bf16, int64_t query_stride, void *output, const void *keys,
-                    const void *values, int64_t cache_bf16, int64_t page_stride, int64_t token_stride,
-                    int64_t head_stride, int64_t block_size, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                    const int32_t *tables, int64_t table_stride, const int64_t *starts, const int64_t *bounds,
-                    int64_t sequences, float scale, int64_t threads) {
-    Problem p{{keys, values, page_stride, token_stride, head_stride, block_size, kv_heads, head_dim},
-              query, output, query_stride, heads, heads / kv_heads, tables, table_stride, starts, bounds, scale};
-    if (query_bf16) cache_bf16 ? attend<Bf16, Bf16>(p, sequences, threads) : attend<Bf16, float>(p, sequences, threads);
-    else cache_bf16 ? attend<float, Bf16>(p, sequences, threads) : attend<float, float>(p, sequences, threads);
-}
-
-// The gated delta rule on the states at places[sequences], tokens bounds[b] to bounds[b + 1] after each other.
-void tenfold_delta_rule(const void *query, const void *key, const void *value, const void *beta, const float *decay,
-                        void *output, int64_t bf16, int64_t query_stride, int64_t key_stride, int64_t value_stride,
-                        int64_t beta_stride, int64_t decay_stride, float *states, int64_t slot_stride,
-                        int64_t key_heads, int64_t value_heads, int64_t key_dim, int64_t value_dim,
-                        const int64_t *bounds, const int64_t *places, int64_t sequences, int64_t threads) {
-    Recurrence r{query, key, value, beta, decay, output, query_stride, key_stride, value_stride, beta_stride,
-                 decay_stride, states, slot_stride, key_heads, value_heads, key_dim, value_dim};
-    bf16 ? delta_rule<Bf16>(r, bounds, places, sequences, threads)
-         : delta_rule<float>(r, bounds, places, sequences, threads);
-}
-
-// Causal convolution of every channel, with tails [slots, width - 1, channels] that are read and then replaced.
-void tenfold_convolve(const void *x, int64_t bf16, int64_t x_stride, const void *weight, void *tails,
-                      int64_t slot_stride, int64_t tap_stride, void *output, const int64_t *bounds,
-                      const int64_t *places, int64_t sequences, int64_t channels, int64_t width, int64_t activate,
-                      int64_t threads) {
+void tenfold_pack(const void *weight, void *packed, int64_t bf16, int64_t outputs, int64_t inputs, int64_t gated,
+                  int64_t threads) {
     if (bf16)
-        convolve(static_cast<const Bf16 *>(x), x_stride, static_cast<const Bf16 *>(weight), static_cast<Bf16 *>(tails),
-                 slot_stride, tap_stride, static_cast<Bf16 *>(output), bounds, places, sequences, channels, width,
-                 activate, threads);
-    else
-        convolve(static_cast<const float *>(x), x_stride, static_cast<const float *>(weight),
-                 static_cast<float *>(tails), slot_stride, tap_stride, static_cast<float *>(output), bounds, places,
-                 sequences, channels, width, activate, threads);
+        pack(static_cast<const Bf16 *>(weight), static_cast<Bf16 *>(packed), outputs, inputs, gated, threads);
+    else pack(static_cast<const float *>(weight), static_cast<float *>(packed), outputs, inputs, gated, threads);
 }
 
-// Root mean square norm of rows; with `residual`, of x + residual, which `sums` gets. The weight may be float for bf16.
-void tenfold_rms_norm(const void *x, int64_t bf16, int64_t x_stride, const void *residual, int64_t residual_stride,
-                      void *sums, const void *weight, int64_t weight_bf16, void *output, int64_t rows, int64_t width,
-                      float epsilon, float offset, int64_t between, int64_t threads) {
-    auto run = [&](auto *in, auto *scale) {
-        typedef std::remove_const_t<std::remove_pointer_t<decltype(in)>> T;
-        rms_norm(in, x_stride, static_cast<const T *>(residual), residual_stride, static_cast<T *>(sums), scale,
-                 static_cast<T *>(output), rows, width, epsilon, offset, between, threads);
-    };
-    if (!bf16) run(static_cast<const float *>(x), static_cast<const float *>(weight));
-    else if (weight_bf16) run(static_cast<const Bf16 *>(x), static_cast<const Bf16 *>(weight));
-    else run(static_cast<const Bf16 *>(x), static_cast<const float *>(weight));
+void tenfold_pack_bytes(const uint8_t *weight, const float *scales, const float *least, uint8_t *packed,
+                        float *packed_scales, float *packed_least, int64_t format, int64_t outputs, int64_t inputs,
+                        int64_t gated, int64_t threads) {
+    pack_bytes(weight, scales, least, packed, packed_scales, packed_least, format, outputs, inputs, gated, threads);
 }
 
-// Rotary positions on x [tokens, heads, dim]; cosines and sines are [tokens, rotary], what lies beyond is copied.
-void tenfold_rotate(const void *x, int64_t bf16, int64_t token_stride, int64_t head_stride, const void *cosines,
-                    const void *sines, void *output, int64_t tokens, int64_t heads, int64_t dim, int64_t rotary,
-                    int64_t threads) {
-    auto run = [&](auto *in) {
-        typedef std::remove_const_t<std::remove_pointer_t<decltype(in)>> T;
-        rotate(in, token_stride, head_stride, static_cast<const T *>(cosines), static_cast<const T *>(sines),
-               static_cast<T *>(output), tokens, heads, dim, rotary, threads);
-    };
-    bf16 ? run(static_cast<const Bf16 *>(x)) : run(static_cast<const float *>(x));
+// The first of the largest of every row of float32 [rows, columns]; NaN is never the largest.
+void tenfold_argmax(const float *x, int64_t rows, int64_t columns, int64_t *result, int64_t threads) {
+    constexpr int64_t PIECE = 4096;
+    int64_t pieces = ceiling(columns, PIECE);
+    std::vector<float> best(rows * pieces);
+#pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows * columns > 1 << 15)
+    for (int64_t i = 0; i < rows * pieces; i++) {
+        const float *from = x + i / pieces * columns + i % pieces * PIECE;
+        int64_t count = std::min(PIECE, columns - i % pieces * PIECE), j = 0;
+        Vec most = splat(-INFINITY);
+        for (; j + LANES <= count; j += LANES) most = larger(load(from + j), most);
+        float single = largest(most);
+        for (; j < count; j++) single = from[j] > single ? from[j] : single;
+        best[i] = single;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        const float *of = best.data() + r * pieces;
+        int64_t piece = std::max_element(of, of + pieces) - of, begin = piece * PIECE;
+        const float *from = x + r * columns;
+        result[r] = std::min(columns - 1, begin);
+        for (int64_t j = begin; j < std::min(columns, begin + PIECE); j++)
+            if (from[j] == of[piece]) {
+                result[r] = j;
+                break;
+            }
+    }
 }
 
-// silu of the first half of each row [2 * inner] times the second.
-void tenfold_silu_gate(const void *x, int64_t bf16, int64_t x_stride, void *output, int64_t rows, int64_t inner,
-                       int64_t threads) {
-    if (bf16) silu_gate(static_cast<const Bf16 *>(x), x_stride, static_cast<Bf16 *>(output), rows, inner, threads);
-    else silu_gate(static_cast<const float *>(x), x_stride, static_cast<float *>(output), rows, inner, threads);
+// Asks for large pages behind [data, data + bytes): fewer of them are looked up while weights and caches stream by.
+void tenfold_large_pages(void *data, int64_t bytes) {
+#if defined(__linux__)
+    constexpr uintptr_t PAGE = 1 << 21;
+    uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
+    uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
+    if (end > begin) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
-// What a benchmark holds kernels against: read memory once, in order, on all threads. Returns a sum of it.
-int64_t tenfold_read(const int64_t *data, int64_t count, int64_t threads) {
+// The sum of dense words, read once and in order: what the bandwidth is measured by.
+int64_t tenfold_read(const int64_t *words, int64_t count, int64_t threads) {
     int64_t total = 0;
 #pragma omp parallel for num_threads(int(threads)) schedule(static) reduction(+ : total)
-    for (int64_t i = 0; i < count; i++) total += data[i];
+    for (int64_t i = 0; i < count; i++) total += words[i];
     return total;
+}
+
+// Multiplies in registers only, `rounds` times on each thread, and returns the operations done: what the rate of
+// arithmetic is measured by. Formats are those of weights.
+int64_t tenfold_multiply(int64_t format, int64_t rounds, int64_t threads) {
+    std::atomic<int64_t> sink{0};
+#pragma omp parallel num_threads(int(threads))
+    {
+        Vec total[PANEL_ROWS][2] = {};
+        IntVec counts[PANEL_ROWS][2] = {};
+        alignas(64) float one[2 * LANES] = {};
+        alignas(64) uint8_t byte[8 * LANES] = {};
+        for (int64_t i = 0; i < rounds; i++) {
+            asm volatile("" : : "r"(one), "r"(byte) : "memory");
+            for (int m = 0; m < PANEL_ROWS; m++)
+                for (int v = 0; v < 2; v++) {
+                    if (format == FLOAT) total[m][v] = add_products(total[m][v], one, one);
+                    else if (format == BFLOAT16)
+                        total[m][v] = add_products(total[m][v], reinterpret_cast<Bf16 *>(one), reinterpret_cast<Bf16 *>(one));
+                    else counts[m][v] = add_quads(counts[m][v], reinterpret_cast<int8_t *>(byte), quads(byte));
+                }
+        }
+        float result = 0;
+        for (int m = 0; m < PANEL_ROWS; m++)
+            for (int v = 0; v < 2; v++) result += sum(total[m][v]) + sum(to_float(counts[m][v]));
+        sink += int64_t(result);
+    }
+    int64_t each = format == FLOAT ? 1 : format == BFLOAT16 ? 2 : 4;
+    return 2 * each * LANES * 2 * PANEL_ROWS * rounds * threads + (sink.load() > 0);
 }
 }

@@ -17,33 +17,36 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 from torch import Tensor
+
+from tenfold.runtime.kernels.quantise import GROUP, Format, Quantised
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 COMPILERS = ("c++", "g++", "clang++")
-INTERFACE = 1
+INTERFACE = 2
 """What ``tenfold_interface`` answers: a library of another one would be called with wrong arguments."""
 DTYPES = (torch.bfloat16, torch.float32)
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES = {
-    "tenfold_store": "ppiiippiipiii",
-    "tenfold_attend": "piippp" + "iiiiiiii" + "pipp" + "ifi",
-    "tenfold_delta_rule": "ppppppi" + "iiiii" + "piiiii" + "ppii",
-    "tenfold_convolve": "piipp" + "iip" + "ppi" + "iiii",
-    "tenfold_rms_norm": "piipippip" + "iiffii",
-    "tenfold_rotate": "piiipppiiiii",
-    "tenfold_silu_gate": "piipiii",
+    "tenfold_panel": "",
+    "tenfold_size": "i",
+    "tenfold_run": "pipiip",
+    "tenfold_pack": "ppiiiii",
+    "tenfold_pack_bytes": "pppppp" + "iiiii",
+    "tenfold_argmax": "piipi",
+    "tenfold_large_pages": "pi",
     "tenfold_read": "pii",
+    "tenfold_multiply": "iii",
 }
 
 
@@ -65,7 +68,7 @@ def library() -> Any:
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = [_TYPES[letter] for letter in signature]
-        function.restype = ctypes.c_int64 if name == "tenfold_read" else None
+        function.restype = ctypes.c_int64
     return loaded
 
 
@@ -167,264 +170,91 @@ def _processor() -> str:
     return "\n".join(dict.fromkeys(features))
 
 
-def store(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, places: Tensor) -> None:
-    """As ``reference.store``, for a step's tokens [T, kv_heads, head_dim], each dense within a token."""
-    tokens, kv_heads, head_dim = key.shape
-    _cache(keys, values)
-    _check(key.shape == value.shape and (kv_heads, head_dim) == tuple(keys.shape[2:]), "key, value and arena disagree")
-    _check(key.dtype == value.dtype == keys.dtype, "key, value and arena differ in dtype")
-    _check(places.dtype == torch.int64 and places.is_contiguous() and len(places) == tokens, "places must be int64 [T]")
-    size = keys.element_size()
-    key, value = _dense_rows(key), _dense_rows(value)
-    library().tenfold_store(
-        keys.data_ptr(),
-        values.data_ptr(),
-        keys.stride(0) * size,
-        keys.stride(1) * size,
-        keys.shape[1],
-        key.data_ptr(),
-        value.data_ptr(),
-        key.stride(0) * size,
-        value.stride(0) * size,
-        places.data_ptr(),
-        tokens,
-        kv_heads * head_dim * size,
-        torch.get_num_threads(),
-    )
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [outputs, inputs] in the layout that the kernels multiply in, and its float32 bias [outputs] if any.
 
-
-def paged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: np.ndarray,
-    starts: np.ndarray,
-    bounds: np.ndarray,
-    scale: float,
-) -> Tensor:
-    """Causal attention of every token over its own sequence, through the block tables, in float32.
-
-    ``query`` is [T, heads, head_dim], dense within a token; ``keys`` and ``values`` are views [pages, block_size,
-    kv_heads, head_dim] that already hold the step's own tokens. ``tables`` int32 [B, blocks], ``starts`` int64 [B] and
-    ``bounds`` int64 [B + 1] are those of a ``Batch``. Returns [T, heads, head_dim] in the dtype of ``query``.
+    Gated weights are those of ``activation(gate) * up``; ``outputs`` then counts one of the halves. ``scales`` and
+    ``least`` are float32, of quantised weights only: see ``native.cpp``.
     """
-    tokens, heads, head_dim = query.shape
-    _cache(keys, values)
-    _check(head_dim == keys.shape[3] and heads % keys.shape[2] == 0, "query and arena disagree")
-    if tables.dtype != np.int32 or tables.strides[1] != 4:
-        tables = np.ascontiguousarray(tables, dtype=np.int32)
-    query, query_bf16 = _dense_rows(query), _is_bf16(query)
-    output = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
-    library().tenfold_attend(
-        query.data_ptr(),
-        query_bf16,
-        query.stride(0),
-        output.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        _is_bf16(keys),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        keys.shape[1],
-        heads,
-        keys.shape[2],
-        head_dim,
-        tables.ctypes.data,
-        tables.strides[0] // 4,
-        _int64(starts),
-        _int64(bounds),
-        len(starts),
-        scale,
-        torch.get_num_threads(),
-    )
-    return output
+
+    format: Format
+    outputs: int
+    inputs: int
+    gated: bool
+    data: Tensor
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    least: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as it is kept, scales included."""
+        return sum(part.nbytes for part in (self.data, self.scales, self.least) if part is not None)
 
 
-def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    bounds: np.ndarray,
-    places: np.ndarray,
-) -> Tensor:
-    """The gated delta rule, token by token, on float32 ``states`` [slots, value_heads, key_dim, value_dim] in place.
+def pack(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedWeight:
+    """Pack a bfloat16 or float32 ``weight`` [outputs, inputs]; ``gated`` ones have the gate's rows first.
 
-    Tokens ``bounds[b]`` to ``bounds[b + 1]`` belong to the state at ``places[b]``. ``query`` and ``key`` are [T,
-    key_heads, key_dim], ``value`` [T, value_heads, value_dim], ``beta`` [T, value_heads] of one dtype, ``decay`` [T,
-    value_heads] float32. Returns a tensor like ``value``.
+    Raises ValueError for a dtype or a shape that the kernels do not take (see ``obstacle``).
     """
-    tokens, value_heads, value_dim = value.shape
-    key_heads, key_dim = key.shape[1:]
-    _check(query.shape == key.shape and len(key) == len(beta) == len(decay) == tokens, "inputs differ in length")
-    _check(states.shape[1:] == (value_heads, key_dim, value_dim), "states have another shape than the inputs ask for")
-    _check(states.dtype == torch.float32 and states[0].is_contiguous(), "states must be float32, dense within a slot")
-    _check(query.dtype == key.dtype == value.dtype == beta.dtype, "inputs differ in dtype")
-    _check(decay.dtype == torch.float32, "decay must be float32")
-    query, key, value, beta, decay = (_dense_rows(x) for x in (query, key, value, beta, decay))
-    output = torch.empty(tokens, value_heads, value_dim, dtype=value.dtype)
-    library().tenfold_delta_rule(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        beta.data_ptr(),
-        decay.data_ptr(),
-        output.data_ptr(),
-        _is_bf16(value),
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        beta.stride(0),
-        decay.stride(0),
-        states.data_ptr(),
-        states.stride(0),
-        key_heads,
-        value_heads,
-        key_dim,
-        value_dim,
-        _int64(bounds),
-        _int64(places),
-        len(places),
-        torch.get_num_threads(),
-    )
-    return output
-
-
-def convolve(
-    x: Tensor, weight: Tensor, tails: Tensor, bounds: np.ndarray, places: np.ndarray, *, silu: bool = False
-) -> Tensor:
-    """As ``convolution.convolve``, then silu of the rounded result if asked for.
-
-    ``x`` is [T, channels], ``weight`` [channels, width], and ``tails`` a view [slots, channels, width - 1] with the
-    channels innermost, which it keeps up to date. Returns [T, channels] in the dtype of ``x``.
-    """
-    tokens, channels = x.shape
-    width = weight.shape[1]
-    _check(len(weight) == channels and tails.shape[1:] == (channels, width - 1), "x, weight and tails disagree")
-    _check(x.dtype == weight.dtype == tails.dtype, "x, weight and tails differ in dtype")
-    _check(tails.stride(1) == 1, "tails must have their channels innermost")
-    x, weight = _dense_rows(x), weight.contiguous()
-    output = torch.empty(tokens, channels, dtype=x.dtype)
-    library().tenfold_convolve(
-        x.data_ptr(),
-        _is_bf16(x),
-        x.stride(0),
-        weight.data_ptr(),
-        tails.data_ptr(),
-        tails.stride(0),
-        tails.stride(2),
-        output.data_ptr(),
-        _int64(bounds),
-        _int64(places),
-        len(places),
-        channels,
-        width,
-        silu,
-        torch.get_num_threads(),
-    )
-    return output
-
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
-    """Root mean square normalisation of the last dimension of ``x`` [..., width], times ``weight`` [width] + offset.
-
-    With a weight in the dtype of ``x`` and no offset, the normalised value is rounded to that dtype before the product,
-    as in ``layers.RMSNorm``; otherwise everything up to the result is float32, as in ``qwen3_5.ZeroCentredNorm``.
-    """
-    return _rms_norm(x, None, weight, epsilon, offset)[1]
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return ``x + residual`` in the dtype of ``x``, and its ``rms_norm``."""
-    return _rms_norm(x, residual, weight, epsilon, offset)
-
-
-def _rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float
-) -> tuple[Tensor, Tensor]:
-    width = x.shape[-1]
-    _check(weight.shape == (width,), "weight must be [width]")
-    _check(weight.dtype in (x.dtype, torch.float32), "weight must be float32 or have the dtype of x")
-    rows, stride = _rows_of(x)
-    output = torch.empty(x.shape, dtype=x.dtype)
-    total = rows
-    added, added_stride = None, 0
-    if residual is not None:
-        _check(residual.shape == x.shape and residual.dtype == x.dtype, "x and residual differ")
-        added, added_stride = _rows_of(residual)
-        total = torch.empty(x.shape, dtype=x.dtype)
+    bf16 = weight.dtype == torch.bfloat16
+    outputs, inputs = _shape(weight, gated)
+    if weight.dtype not in DTYPES or (bf16 and inputs % 2):
+        raise ValueError(f"no kernel multiplies {weight.dtype} with {inputs} inputs")
     weight = weight.contiguous()
-    library().tenfold_rms_norm(
-        rows.data_ptr(),
-        _is_bf16(x),
-        stride,
-        None if added is None else added.data_ptr(),
-        added_stride,
-        total.data_ptr(),
-        weight.data_ptr(),
-        _is_bf16(weight),
-        output.data_ptr(),
-        x.numel() // width,
-        width,
-        epsilon,
-        offset,
-        weight.dtype == x.dtype and offset == 0,
+    data = torch.empty(_padded(outputs, gated) * inputs, dtype=weight.dtype)
+    large_pages(data)
+    library().tenfold_pack(
+        weight.data_ptr(), data.data_ptr(), bf16, outputs, inputs, gated, torch.get_num_threads()
+    )
+    return PackedWeight(Format.BFLOAT16 if bf16 else Format.FLOAT, outputs, inputs, gated, data, _float(bias))
+
+
+def pack_quantised(weight: Quantised, bias: Tensor | None = None, *, gated: bool = False) -> PackedWeight:
+    """Pack a quantised weight. Raises ValueError for a number of inputs that its format does not take."""
+    outputs, inputs = _shape(weight.values, gated)
+    if inputs % (4 if weight.format is Format.INT8 else GROUP):
+        raise ValueError(f"{weight.format.name} weights cannot have {inputs} inputs")
+    padded = _padded(outputs, gated)
+    data = torch.empty(padded * inputs // (2 if weight.format is Format.INT4_GROUPS else 1), dtype=torch.uint8)
+    large_pages(data)
+    scales = torch.empty(padded * weight.scales.shape[1])
+    least = None if weight.least is None else torch.empty_like(scales)
+    parts = [part.contiguous() for part in (weight.values, weight.scales)]
+    given = None if weight.least is None else weight.least.contiguous()
+    library().tenfold_pack_bytes(
+        parts[0].data_ptr(),
+        parts[1].data_ptr(),
+        None if given is None else given.data_ptr(),
+        data.data_ptr(),
+        scales.data_ptr(),
+        None if least is None else least.data_ptr(),
+        weight.format,
+        outputs,
+        inputs,
+        gated,
         torch.get_num_threads(),
     )
-    return total, output
+    return PackedWeight(weight.format, outputs, inputs, gated, data, _float(bias), scales, least)
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """As ``layers.rotate``: ``x`` [T, heads, head_dim] by cosines and sines [T, 1, rotary_dim] of its own dtype.
-
-    Unlike torch, rounds once, at the end. Returns a dense tensor.
-    """
-    cosines, sines = (angle.contiguous() for angle in angles)
-    tokens, heads, head_dim = x.shape
-    rotary = cosines.shape[-1]
-    _check(cosines.shape == sines.shape == (tokens, 1, rotary) and rotary <= head_dim, "angles and x disagree")
-    _check(cosines.dtype == sines.dtype == x.dtype, "angles and x differ in dtype")
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    output = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
-    library().tenfold_rotate(
-        x.data_ptr(),
-        _is_bf16(x),
-        x.stride(0),
-        x.stride(1),
-        cosines.data_ptr(),
-        sines.data_ptr(),
-        output.data_ptr(),
-        tokens,
-        heads,
-        head_dim,
-        rotary,
-        torch.get_num_threads(),
-    )
-    return output
+def argmax(x: Tensor) -> Tensor:
+    """The first of the largest of each row of dense float32 [rows, columns]; int64 [rows]."""
+    _check(x.dtype == torch.float32 and x.is_contiguous() and x.dim() == 2, "x must be dense float32 [rows, columns]")
+    result = torch.empty(len(x), dtype=torch.int64)
+    library().tenfold_argmax(x.data_ptr(), len(x), x.shape[1], result.data_ptr(), torch.get_num_threads())
+    return result
 
 
-def silu_gate(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` where ``x`` [..., 2 * inner] is gate and up side by side. Returns [..., inner]."""
-    inner = x.shape[-1] // 2
-    _check(x.shape[-1] % 2 == 0, "the last dimension of x must be even")
-    rows, stride = _rows_of(x)
-    output = torch.empty(*x.shape[:-1], inner, dtype=x.dtype)
-    library().tenfold_silu_gate(
-        rows.data_ptr(),
-        _is_bf16(x),
-        stride,
-        output.data_ptr(),
-        x.numel() // (2 * inner),
-        inner,
-        torch.get_num_threads(),
-    )
-    return output
+def large_pages(x: Tensor) -> None:
+    """Ask the system to back a dense tensor by large pages, where it has them; its contents stay."""
+    library().tenfold_large_pages(x.data_ptr(), x.nbytes)
+
+
+def multiply(format: Format, rounds: int) -> int:
+    """Multiply in registers on all threads; returns operations done, a multiplication and an addition being two."""
+    return int(library().tenfold_multiply(format, rounds, torch.get_num_threads()))
 
 
 def read(x: Tensor) -> int:
@@ -433,38 +263,20 @@ def read(x: Tensor) -> int:
     return int(library().tenfold_read(x.data_ptr(), x.numel(), torch.get_num_threads()))
 
 
-def _cache(keys: Tensor, values: Tensor) -> None:
-    _check(keys.shape == values.shape and keys.stride() == values.stride(), "keys and values must be alike")
-    _check(keys.dtype == values.dtype, "keys and values differ in dtype")
-    _check(keys.stride(3) == 1 and keys.stride(2) == keys.shape[3], "keys and values must be dense within a token")
+def _shape(weight: Tensor, gated: bool) -> tuple[int, int]:
+    rows, inputs = weight.shape
+    _check(not gated or rows % 2 == 0, "a gated weight has an even number of rows")
+    return rows // 2 if gated else rows, inputs
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """``x`` itself if everything behind its first dimension is dense, else a copy."""
-    inner = x.stride()[1:]
-    expected = (x.shape[2], 1) if x.dim() == 3 else (1,)
-    # Strides of dimensions of one element mean nothing.
-    dense = all(s == e or n == 1 for s, e, n in zip(inner, expected, x.shape[1:], strict=True))
-    return x if dense else x.contiguous()
+def _padded(outputs: int, gated: bool) -> int:
+    """Columns that ``outputs`` take in the packed weight."""
+    panel = int(library().tenfold_panel())
+    return -(-outputs // (panel // 2)) * panel if gated else -(-outputs // panel) * panel
 
 
-def _rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """``x`` [..., width] as rows at one distance from each other, and that distance; a copy if they are not."""
-    if x.dim() == 2 and x.stride(1) == 1:
-        return x, x.stride(0)
-    if x.dim() == 3 and x.stride(2) == 1 and x.stride(0) == x.stride(1) * x.shape[1]:
-        return x, x.stride(1)
-    return x.contiguous(), x.shape[-1]
-
-
-def _is_bf16(x: Tensor) -> bool:
-    _check(x.dtype in DTYPES and x.device.type == "cpu", f"no kernel for {x.dtype} on {x.device}")
-    return x.dtype == torch.bfloat16
-
-
-def _int64(array: np.ndarray) -> int:
-    _check(array.dtype == np.int64 and array.flags.c_contiguous, "index arrays must be int64 and dense")
-    return int(array.ctypes.data)
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
 
 
 def _check(holds: bool, message: str) -> None:
