@@ -1221,14 +1221,14 @@ void tenfold_pack_bytes(const uint8_t *weight, const float *scales, const float 
     pack_bytes(weight, scales, least, packed, packed_scales, packed_least, format, outputs, inputs, gated, threads);
 }
 
-// The first of the largest of every row of float32 [rows, columns]; NaN is never the largest.
-void tenfold_argmax(const float *x, int64_t rows, int64_t columns, int64_t *result, int64_t threads) {
+// The first of the largest of every row of [rows, columns], `stride` apart; NaN is never the largest.
+void tenfold_argmax(const float *x, int64_t stride, int64_t rows, int64_t columns, int64_t *result, int64_t threads) {
     constexpr int64_t PIECE = 4096;
     int64_t pieces = ceiling(columns, PIECE);
     std::vector<float> best(rows * pieces);
 #pragma omp parallel for num_threads(int(threads)) schedule(static) if (rows * columns > 1 << 15)
     for (int64_t i = 0; i < rows * pieces; i++) {
-        const float *from = x + i / pieces * columns + i % pieces * PIECE;
+        const float *from = x + i / pieces * stride + i % pieces * PIECE;
         int64_t count = std::min(PIECE, columns - i % pieces * PIECE), j = 0;
         Vec most = splat(-INFINITY);
         for (; j + LANES <= count; j += LANES) most = larger(load(from + j), most);
@@ -1239,7 +1239,7 @@ void tenfold_argmax(const float *x, int64_t rows, int64_t columns, int64_t *resu
     for (int64_t r = 0; r < rows; r++) {
         const float *of = best.data() + r * pieces;
         int64_t piece = std::max_element(of, of + pieces) - of, begin = piece * PIECE;
-        const float *from = x + r * columns;
+        const float *from = x + r * stride;
         result[r] = std::min(columns - 1, begin);
         for (int64_t j = begin; j < std::min(columns, begin + PIECE); j++)
             if (from[j] == of[piece]) {

@@ -43,7 +43,7 @@ _SIGNATURES = {
     "tenfold_run": "pipiip",
     "tenfold_pack": "ppiiiii",
     "tenfold_pack_bytes": "pppppp" + "iiiii",
-    "tenfold_argmax": "piipi",
+    "tenfold_argmax": "piiipi",
     "tenfold_large_pages": "pi",
     "tenfold_read": "pii",
     "tenfold_multiply": "iii",
@@ -240,10 +240,10 @@ def pack_quantised(weight: Quantised, bias: Tensor | None = None, *, gated: bool
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The first of the largest of each row of dense float32 [rows, columns]; int64 [rows]."""
-    _check(x.dtype == torch.float32 and x.is_contiguous() and x.dim() == 2, "x must be dense float32 [rows, columns]")
+    """The first of the largest of each row of float32 [rows, columns], dense in a row; int64 [rows]."""
+    _check(x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1, "x must be float32 [rows, columns]")
     result = torch.empty(len(x), dtype=torch.int64)
-    library().tenfold_argmax(x.data_ptr(), len(x), x.shape[1], result.data_ptr(), torch.get_num_threads())
+    library().tenfold_argmax(x.data_ptr(), x.stride(0), len(x), x.shape[1], result.data_ptr(), torch.get_num_threads())
     return result
 
 
