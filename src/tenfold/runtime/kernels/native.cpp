@@ -610,12 +610,6 @@ struct Attention {
     float epsilon, scale;
 };
 
-// Where the sub-block with position `position` of head `head` begins, from the first head of the layer in page 0.
-inline int64_t sub_block(const Attention &op, const int32_t *table, int64_t position, int64_t head) {
-    int64_t page = table[position / op.block_size], sub = position % op.block_size / SUB_BLOCK;
-    return page * op.page_stride + (head * (op.block_size / SUB_BLOCK) + sub) * SUB_BLOCK * op.dim;
-}
-
 template <class T>
 inline void prepare_head(const Attention &op, int64_t token, const T *x, const float *norm, T *to) {
     int64_t dim = op.dim, half = op.rotary / 2;
@@ -657,12 +651,14 @@ template <class T> void prepare(const Attention &op, const Step &s, int64_t toke
     }
 }
 
-// Some query tokens of one sequence, one head of keys and its group of queries, a part of the context. What costs more
-// than a fair share is cut along the context: its pieces leave maxima, sums and sums of values in `parts`, and `merge`
-// weighs them up.
+// Some query tokens of one sequence, heads of keys and their groups of queries, a part of the context.
+//
+// A token alone takes all heads in one job, so that a block is read in the order it lies in memory. Tokens of a prefill
+// are cut into pieces of one head each. What costs more than a fair share is cut along the context: its pieces leave
+// maxima, sums and sums of values in `parts`, and `merge` weighs them up.
 struct Job {
     int64_t sequence, first, tokens;  // tokens [first, first + tokens) of the step
-    int64_t head;
+    int64_t head, heads;              // of keys
     int64_t begin, end;  // positions of keys
     int64_t part;        // where in `parts` its result goes, or -1: to the output
 };
@@ -676,7 +672,7 @@ struct Running {
     float *maximum, *total, *mixed;
 
     static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows * (dim + 2), 16); }
-    Running(float *at, int64_t rows) : maximum(at), total(at + rows), mixed(at + 2 * rows) {}
+    static Running of(float *at, int64_t rows) { return {at, at + rows, at + 2 * rows}; }
     void clear(int64_t rows, int64_t dim) {
         std::fill(maximum, maximum + rows, LOWEST);
         std::fill(total, total + rows, 0.0f);
@@ -693,7 +689,7 @@ struct Schedule {
 };
 
 // What a job costs for every key: reading it, or scoring it with every row.
-inline int64_t cost_of(int64_t rows) { return 4 + rows; }
+inline int64_t cost_of(const Job &job, int64_t group) { return job.heads * (4 + job.tokens * group); }
 
 // Cut the step into jobs of a fair share at most: every thread gets about eight where the work allows, and none is
 // shorter than 256 tokens. The longest come first, so that no thread is left with one at the end.
@@ -703,18 +699,19 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
     std::vector<Job> whole;
     for (int64_t b = 0; b < s.sequences; b++) {
         int64_t first = s.bounds[b], length = s.bounds[b + 1] - first;
+        int64_t heads = length == 1 ? schedule.kv_heads : 1;
         for (int64_t t = 0; t < length; t += tokens_of_tile) {
             int64_t tokens = std::min(tokens_of_tile, length - t);
-            for (int64_t h = 0; h < schedule.kv_heads; h++) {
-                whole.push_back({b, first + t, tokens, h, 0, s.starts[b] + t + tokens, -1});
-                cost += whole.back().end * cost_of(tokens * group);
+            for (int64_t h = 0; h < schedule.kv_heads; h += heads) {
+                whole.push_back({b, first + t, tokens, h, heads, 0, s.starts[b] + t + tokens, -1});
+                cost += whole.back().end * cost_of(whole.back(), group);
             }
         }
     }
     int64_t share = cost / (8 * threads) + 1, parts = 0;
     for (Job job : whole) {
-        int64_t rows = job.tokens * group;
-        int64_t longest = std::max<int64_t>(256, round_up(share / cost_of(rows) + 1, TILE));
+        int64_t rows = job.tokens * job.heads * group;
+        int64_t longest = std::max<int64_t>(256, round_up(share / cost_of(job, group) + 1, TILE));
         int64_t pieces = threads == 1 ? 1 : ceiling(job.end, longest);
         schedule.most_rows = std::max(schedule.most_rows, rows);
         if (pieces == 1) {
@@ -732,33 +729,46 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
         }
     }
     std::stable_sort(schedule.jobs.begin(), schedule.jobs.end(), [&](const Job &a, const Job &b) {
-        return (a.end - a.begin) * cost_of(a.tokens * group) > (b.end - b.begin) * cost_of(b.tokens * group);
+        return (a.end - a.begin) * cost_of(a, group) > (b.end - b.begin) * cost_of(b, group);
     });
     schedule.parts.resize(parts);
 }
 
-// Where the keys and values of a tile are: of each register of keys, and of each sub-block of values. Beyond the end they
-// repeat the last sub-block, whose scores get no weight.
 constexpr int TILE_VECS = TILE / LANES, TILE_SUBS = TILE / SUB_BLOCK;
+
+// Where the sub-blocks of a tile are, in elements from the layer's first head in page 0. Beyond the end they repeat the
+// last one, whose scores get no weight.
+struct Places {
+    int64_t at[TILE_SUBS];
+
+    void find(const Attention &op, const int32_t *table, int64_t begin, int64_t end) {
+        uint32_t size = op.block_size;
+        for (int i = 0; i < TILE_SUBS; i++) {
+            uint32_t position = begin + i * SUB_BLOCK;
+            at[i] = i > 0 && position >= end
+                        ? at[i - 1]
+                        : table[position / size] * op.page_stride + position % size / SUB_BLOCK * SUB_BLOCK * op.dim;
+        }
+    }
+};
+
+// Where the keys of each register and the values of each sub-block are, of one head.
 template <class T> struct Tile {
     const T *keys[TILE_VECS], *values[TILE_SUBS];
 
-    void find(const Attention &op, const int32_t *table, int64_t head, int64_t begin, int64_t end) {
-        int64_t at[TILE_SUBS];
-        for (int i = 0; i < TILE_SUBS; i++) {
-            int64_t position = begin + i * SUB_BLOCK;
-            at[i] = i == 0 || position < end ? sub_block(op, table, position, head) : at[i - 1];
-            values[i] = reinterpret_cast<const T *>(op.values) + at[i];
-        }
+    Tile(const Attention &op, const Places &places, int64_t head) {
+        const T *key = reinterpret_cast<const T *>(op.keys) + head * op.block_size * op.dim;
+        const T *value = reinterpret_cast<const T *>(op.values) + head * op.block_size * op.dim;
         for (int v = 0; v < TILE_VECS; v++)
-            keys[v] = reinterpret_cast<const T *>(op.keys) + at[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK * unit<T>;
+            keys[v] = key + places.at[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK * unit<T>;
+        for (int i = 0; i < TILE_SUBS; i++) values[i] = value + places.at[i];
     }
 };
 
 // Asks for what is read next while something else is worked on: blocks are far apart, and the hardware does not guess
 // them. All at once would be more than a core can have under way.
 template <bool ASK, class T> inline void ask(const T *at) {
-    if constexpr (ASK) __builtin_prefetch(at, 0, 3);
+    if constexpr (ASK) __builtin_prefetch(at, 0, 2);
 }
 
 // Scores of `M` query rows with a tile: [M][TILE], not yet scaled.
@@ -860,53 +870,57 @@ void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const
 
 template <class T> void attend(const Attention &op, const Step &s, const Job &job, Running state) {
     int64_t dim = op.dim, group = op.heads / op.kv_heads, rows = job.tokens * group;
-    T *query = scratch.take<T>(rows * dim);
-    for (int64_t r = 0; r < rows; r++)
-        std::memcpy(query + r * dim,
-                    op.query.row<T>(job.first + r / group) + (job.head * group + r % group) * op.query_head_stride,
-                    dim * sizeof(T));
+    T *query = scratch.take<T>(job.heads * rows * dim);
+    for (int64_t h = 0; h < job.heads; h++)
+        for (int64_t r = 0; r < rows; r++)
+            std::memcpy(query + (h * rows + r) * dim,
+                        op.query.row<T>(job.first + r / group) +
+                            ((job.head + h) * group + r % group) * op.query_head_stride,
+                        dim * sizeof(T));
     const int32_t *table = s.tables + job.sequence * s.table_stride;
     int64_t start = s.starts[job.sequence] + job.first - s.bounds[job.sequence];
-    Tile<T> tiles[2];
-    tiles[0].find(op, table, job.head, job.begin, job.end);
+    Places places[2];
+    places[0].find(op, table, job.begin, job.end);
     for (int64_t begin = job.begin, turn = 0; begin < job.end; begin += TILE, turn ^= 1) {
-        const Tile<T> &now = tiles[turn];
-        Tile<T> &next = tiles[turn ^ 1];
         bool more = begin + TILE < job.end;
-        if (more) next.find(op, table, job.head, begin + TILE, job.end);
+        if (more) places[turn ^ 1].find(op, table, begin + TILE, job.end);
         int64_t count = std::min<int64_t>(TILE, job.end - begin);
         int64_t visible = start + 1 - begin;  // keys of the tile that the first token sees
         // Rows that see nothing of the tile yet are passed over.
         int64_t first = visible > 0 ? 0 : std::min(rows, (1 - visible) * group);
         first = first / ATTENTION_ROWS * ATTENTION_ROWS;
-        if (rows <= ATTENTION_ROWS && more)
+        for (int64_t h = 0; h < job.heads; h++) {
+            Tile<T> now(op, places[turn], job.head + h);
+            bool same = h + 1 < job.heads;
+            Tile<T> next(op, places[same || !more ? turn : turn ^ 1], same ? job.head + h + 1 : job.head);
+            Running of_head{state.maximum + h * rows, state.total + h * rows, state.mixed + h * rows * dim};
+            const T *of_query = query + h * rows * dim;
             by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
-                attend_tile<m(), true>(op, query, now, next, visible, r, group, count, state);
+                if (r == first && rows <= 2 * ATTENTION_ROWS && (same || more))
+                    attend_tile<m(), true>(op, of_query, now, next, visible, r, group, count, of_head);
+                else attend_tile<m(), false>(op, of_query, now, now, visible, r, group, count, of_head);
             });
-        else
-            by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
-                attend_tile<m(), false>(op, query, now, now, visible, r, group, count, state);
-            });
+        }
     }
 }
 
 template <class T>
 void write_row(const Attention &op, const Job &job, int64_t row, const float *mixed, float total) {
-    int64_t group = op.heads / op.kv_heads;
-    T *to = op.out.row<T>(job.first + row / group) + (job.head * group + row % group) * op.dim;
+    int64_t group = op.heads / op.kv_heads, of_head = job.tokens * group, token = row % of_head / group;
+    T *to = op.out.row<T>(job.first + token) + ((job.head + row / of_head) * group + row % group) * op.dim;
     float factor = 1 / total;
     for (int64_t d = 0; d < op.dim; d += LANES) store(to + d, load(mixed + d) * factor);
 }
 
 template <class T> void merge_row(const Attention &op, const Schedule &schedule, const Merge &m, int64_t row) {
-    int64_t dim = op.dim, rows = m.job.tokens * (op.heads / op.kv_heads), size = Running::floats(rows, dim);
+    int64_t dim = op.dim, rows = m.job.tokens * m.job.heads * (op.heads / op.kv_heads), size = Running::floats(rows, dim);
     float *parts = const_cast<float *>(schedule.parts.data()) + m.job.part;
     float *mixed = scratch.take<float>(dim);
     float maximum = LOWEST, total = 0;
     for (int64_t i = 0; i < m.pieces; i++) maximum = std::max(maximum, parts[i * size + row]);
     std::fill(mixed, mixed + dim, 0.0f);
     for (int64_t i = 0; i < m.pieces; i++) {
-        Running piece(parts + i * size, rows);
+        Running piece = Running::of(parts + i * size, rows);
         float weight = std::exp2(piece.maximum[row] - maximum);
         total += weight * piece.total[row];
         for (int64_t d = 0; d < dim; d += LANES)
@@ -921,10 +935,10 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, int6
     team.meet();
     team.share_phase(index, 1, schedule.jobs.size(), 1, [&](int64_t j) {
         const Job &job = schedule.jobs[j];
-        int64_t rows = job.tokens * group;
+        int64_t rows = job.tokens * job.heads * group;
         scratch.restart();
         float *at = job.part < 0 ? scratch.take<float>(Running::floats(rows, dim)) : schedule.parts.data() + job.part;
-        Running state(at, rows);
+        Running state = Running::of(at, rows);
         state.clear(rows, dim);
         attend<T>(op, s, job, state);
         if (job.part < 0)
@@ -934,7 +948,7 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, int6
     team.meet();
     team.share_phase(index, 2, schedule.merges.size(), 1, [&](int64_t i) {
         const Merge &m = schedule.merges[i];
-        for (int64_t r = 0; r < m.job.tokens * group; r++) {
+        for (int64_t r = 0; r < m.job.tokens * m.job.heads * group; r++) {
             scratch.restart();
             merge_row<T>(op, schedule, m, r);
         }
