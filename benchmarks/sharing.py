@@ -1,8 +1,19 @@
 """Blocks that samples and beams of one prompt have in common, and prompts that are computed once for many requests.
 
 The table follows the PagedAttention paper: blocks saved by sharing over the blocks that there would be without it, both
-summed over all steps. Everything runs on the real scheduler and its arena; there is no model, so lengths are drawn
-around the paper's means, or taken from chats that are given, and beams choose among candidates that are drawn too.
+summed over all steps. The paper gives only the means of its lengths. What samples save also depends on how much the
+answers vary, because the prompt is all that they share: with prompts of P and answers of A tokens on average, and
+answers that vary by v (standard deviation over mean), n samples save about P / (P + A (1 + v^2) / 2) times (n - 1) / n.
+So the variation is an assumption, made once for each set of lengths and never for one width:
+
+- ShareGPT's answers vary by 0.8, as in recorded chats: 0.81 in 1,500 requests of the LMSYS chatbot arena (the trace of
+  the VTC paper) and 0.77 in 19,366 conversations of Azure's trace of 2023.
+- Alpaca's answers are taken to be exponential (1.0), between words and paragraphs. No record stands behind that.
+- Prompts vary by 0.7, so that few have hardly a token. That counts for Alpaca, whose prompts are about one block long:
+  only whole blocks stay shared.
+
+Other rows say how far the result moves with other variations. Samples run on the real scheduler and its arena without a
+model, which has no say in what they share. Beams are those of a real model that continues real text.
 """
 
 from __future__ import annotations
@@ -12,13 +23,12 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.report import Result, Row
 from tenfold.core import CacheSpec, Request, SamplingParams, Scheduler, StepOutcome, StepPlan
-from tenfold.core.plan import TokenLogprobs
 
 TOKEN = 5
 BLOCK_SIZE = 16
@@ -33,9 +43,12 @@ PAPER = {
     ("ShareGPT", "beams"): ("44.3%", "", "66.3%"),
 }
 MEANS = {"Alpaca": (19.31, 58.45), "ShareGPT": (161.31, 337.99)}
-SHAPES = (1, 2)
-BEAM_REQUESTS = 48
-"""Requests of each row that are served with beams, which take far longer than samples."""
+DRAWS = 100
+"""Drawn lengths of which each request gets the mean."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Strides of this part of a list spread evenly over it, however many there are."""
+BEAM_REQUESTS = {"Alpaca": 34, "ShareGPT": 8}
+"""Requests that a model serves with beams: few, because that takes minutes. Of Fibonacci numbers, lengths pair best."""
 HYBRID_SLOT_PAGES = 147
 PREFIX, OWN, ANSWER = 512, 100, 32
 SAMPLES, SAMPLED_PROMPT, SAMPLED_ANSWER = 8, 2000, 200
@@ -48,18 +61,51 @@ class Lengths(NamedTuple):
     output: int
 
 
+class Variation(NamedTuple):
+    """Standard deviation over mean, of prompts and of answers."""
+
+    prompt: float
+    output: float
+
+
+ASSUMED = {"Alpaca": Variation(0.7, 1.0), "ShareGPT": Variation(0.7, 0.8)}
+OTHERS = {
+    "Alpaca": (Variation(1.0, 1.0), Variation(0.7, 0.8)),
+    "ShareGPT": (Variation(1.0, 0.8), Variation(0.7, 1.0)),
+}
+"""Variations that show how much depends on what is assumed."""
+
+
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--sharegpt-chats", type=Path, metavar="JSONL", help="chats with input_toks and output_toks")
-    parser.add_argument("--requests", type=int, default=400, metavar="N", help="drawn requests (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=400, metavar="N", help="requests (default %(default)s)")
+    parser.add_argument(
+        "--beam-model",
+        default="smollm2-135m-instruct",
+        metavar="NAME",
+        help="dense model whose beams are measured (default %(default)s)",
+    )
 
 
-def draw_lengths(name: str, shape: int, requests: int) -> list[Lengths]:
-    """Prompts from a gamma distribution of this shape around the paper's mean, answers from an exponential one."""
-    rng, (prompt, output) = random.Random(name), MEANS[name]
-    drawn = [
-        (round(rng.gammavariate(shape, prompt / shape)), round(rng.expovariate(1 / output))) for _ in range(requests)
-    ]
-    return [bounded(*lengths) for lengths in drawn]
+def draw_lengths(name: str, variation: Variation, requests: int) -> list[Lengths]:
+    """Lengths around the paper's means, whose prompts say nothing about their answers.
+
+    Both go in equal steps through their distributions, and no answers of similar lengths meet similar prompts. So even
+    a few requests stand for the whole, where chance would move what they share by several percent.
+    """
+    rng = random.Random(name)
+    prompts, outputs = (
+        evenly(rng, mean, varies, requests) for mean, varies in zip(MEANS[name], variation, strict=True)
+    )
+    stride = next(step for step in range(round(GOLDEN * requests), requests + 2) if math.gcd(step, requests) == 1)
+    return [bounded(prompts[number * stride % requests], outputs[number]) for number in range(requests)]
+
+
+def evenly(rng: random.Random, mean: float, variation: float, count: int) -> list[int]:
+    """A gamma distribution in ``count`` equally likely parts: the mean of each, in rising order."""
+    shape = variation**-2
+    drawn = sorted(rng.gammavariate(shape, mean / shape) for _ in range(DRAWS * count))
+    return [round(sum(drawn[at : at + DRAWS]) / DRAWS) for at in range(0, DRAWS * count, DRAWS)]
 
 
 def bounded(prompt: int, output: int) -> Lengths:
@@ -73,59 +119,99 @@ def read_lengths(path: Path) -> list[Lengths]:
     return [bounded(chat["input_toks"], chat["output_toks"]) for chat in chats]
 
 
-def candidates(rng: random.Random, count: int) -> TokenLogprobs:
-    """The most likely tokens of a made-up distribution: each takes two thirds of what is left on average."""
-    left, shares = 1.0, []
-    for _ in range(count):
-        share = left * rng.random() ** 0.5
-        left -= share
-        shares.append(max(share, 1e-30))
-    shares.sort(reverse=True)
-    logprobs = [math.log(share) for share in shares]
-    return TokenLogprobs(logprobs[0], tuple(enumerate(logprobs)))
-
-
-def answer(plan: StepPlan, rng: random.Random, width: int) -> StepOutcome:
-    """One token for every sample, and for beams (``width`` above 0) their candidates."""
+def one_token_each(plan: StepPlan) -> StepOutcome:
+    """What a model would return that always says the same."""
     samples = sum(work.sample for work in plan.work) + sum(entry.source >= 0 for entry in plan.entries)
-    logprobs = tuple(candidates(rng, 2 * width) for _ in range(samples)) if width else None
-    return StepOutcome(plan.step, [TOKEN] * samples, logprobs)
+    return StepOutcome(plan.step, [TOKEN] * samples)
 
 
-def submit(scheduler: Scheduler, first: int, lengths: Lengths, width: int, beams: bool) -> None:
+def submit(scheduler: Scheduler, first: int, lengths: Lengths, width: int) -> None:
     params = SamplingParams(max_tokens=lengths.output)
-    if beams:
-        params = replace(params, use_beam_search=True, beam_width=width)
     prompt = (first + TOKEN,) * lengths.prompt
     scheduler.submit(*(Request(first + i, prompt, lengths.output, params) for i in range(width)))
 
 
-def saved_share(requests: list[Lengths], width: int, beams: bool) -> float:
-    """Serve the requests, ``AT_ONCE`` of them at a time, and compare tables with pages in every step."""
-    longest = CacheSpec(BLOCK_SIZE, 1).blocks_for(LONGEST)
-    spec = CacheSpec(BLOCK_SIZE, AT_ONCE * width * longest)
-    scheduler = Scheduler(spec, AT_ONCE * width * LONGEST, AT_ONCE * width, prefix_caching=False)
-    rng, ahead = random.Random(width), list(enumerate(requests))[::-1]
+def saved_share(
+    scheduler: Scheduler,
+    submissions: list[Callable[[], object]],
+    width: int,
+    execute: Callable[[StepPlan], StepOutcome],
+) -> float:
+    """Serve requests of ``width`` sequences, and compare tables with pages in every step.
+
+    A request is submitted when there are rows for all of its sequences. In a longer queue, without prefix caching, the
+    first samples of other requests would take these rows, and samples that come late share nothing.
+    """
+    ahead = submissions[::-1]
     alone = shared = 0
     while ahead or scheduler.live:
-        while ahead and len(scheduler.live) <= (AT_ONCE - 1) * width:
-            number, lengths = ahead.pop()
-            submit(scheduler, number * width, lengths, width, beams)
+        while ahead and len(scheduler.live) + width <= scheduler.max_sequences:
+            ahead.pop()()
         plan = scheduler.plan()
         assert plan is not None
         alone += sum(len(seq.table) for seq in scheduler.running.values())
-        shared += spec.num_pages - scheduler.cache.arena.free
-        scheduler.commit(answer(plan, rng, width if beams else 0))
+        shared += scheduler.spec.num_pages - scheduler.cache.arena.free
+        scheduler.commit(execute(plan))
     return 1 - shared / alone
 
 
+def saved_by_samples(requests: list[Lengths], width: int) -> float:
+    """Serve the requests, ``AT_ONCE`` of them at a time, on a scheduler without a model."""
+    longest = CacheSpec(BLOCK_SIZE, 1).blocks_for(LONGEST)
+    spec = CacheSpec(BLOCK_SIZE, AT_ONCE * width * longest)
+    scheduler = Scheduler(spec, AT_ONCE * width * LONGEST, AT_ONCE * width, prefix_caching=False)
+    submissions: list[Callable[[], object]] = [
+        partial(submit, scheduler, number * width, lengths, width) for number, lengths in enumerate(requests)
+    ]
+    return saved_share(scheduler, submissions, width, one_token_each)
+
+
+def load_beam_model(name: str) -> Any:
+    """A model with room for all requests at once, whose prompts are computed in one step."""
+    from tenfold import LLM
+
+    return LLM(
+        name,
+        memory="2GiB",
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=4 * LONGEST,
+        max_sequences=max(BEAM_REQUESTS.values()) * max(WIDTHS),
+        prefix_caching=False,
+        progress=False,
+    )
+
+
+def pieces_of_text(llm: Any, requests: list[Lengths]) -> list[list[int]]:
+    """A prompt for each request: tokens from somewhere in Python's manual, far from those of the others."""
+    from pydoc_data.topics import topics
+
+    tokens = llm.tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))
+    apart = len(tokens) // len(requests)
+    return [tokens[at * apart : at * apart + lengths.prompt] for at, lengths in enumerate(requests)]
+
+
+def saved_by_beams(llm: Any, requests: list[Lengths], width: int) -> float:
+    """Serve the requests with the model's own beams, which all go on to the request's length."""
+    engine = llm.engine
+    submissions: list[Callable[[], object]] = []
+    for prompt, lengths in zip(pieces_of_text(llm, requests), requests, strict=True):
+        params = SamplingParams(use_beam_search=True, beam_width=width, max_tokens=lengths.output, ignore_eos=True)
+        submissions.append(partial(engine.submit, prompt, params))
+
+    def execute(plan: StepPlan) -> StepOutcome:
+        engine.runner.submit(plan)
+        outcome: StepOutcome = engine.runner.collect()
+        return outcome
+
+    return saved_share(engine.scheduler, submissions, width, execute)
+
+
 def run(scheduler: Scheduler, watch: Callable[[StepPlan], None]) -> None:
-    rng = random.Random(0)
     while scheduler.live:
         plan = scheduler.plan()
         assert plan is not None
         watch(plan)
-        scheduler.commit(answer(plan, rng, 0))
+        scheduler.commit(one_token_each(plan))
 
 
 def computed_prompt_tokens(slot_pages: int) -> int:
@@ -147,7 +233,7 @@ def computed_prompt_tokens(slot_pages: int) -> int:
 def peak_blocks(slot_pages: int) -> int:
     """The most blocks that samples of one long prompt ever hold together."""
     scheduler = Scheduler(CacheSpec(BLOCK_SIZE, 4_000, slot_pages), 8192, SAMPLES)
-    submit(scheduler, 0, Lengths(SAMPLED_PROMPT, SAMPLED_ANSWER), SAMPLES, beams=False)
+    submit(scheduler, 0, Lengths(SAMPLED_PROMPT, SAMPLED_ANSWER), SAMPLES)
     peak = 0
 
     def watch(plan: StepPlan) -> None:
@@ -161,30 +247,34 @@ def peak_blocks(slot_pages: int) -> int:
 def main(args: argparse.Namespace) -> Result:
     rows: list[Row] = []
     notes: list[str] = []
-    for name in MEANS:
-        for shape in SHAPES:
-            requests = draw_lengths(name, shape, args.requests)
-            rows += _rows(name, f"gamma {shape}", requests)
-            notes.append(_lengths_line(f"{name}, gamma {shape}", requests))
+    llm = load_beam_model(args.beam_model)
+    for name, assumed in ASSUMED.items():
+        requests = draw_lengths(name, assumed, args.requests)
+        few = draw_lengths(name, assumed, BEAM_REQUESTS[name])
+        rows += [_samples(name, assumed, requests), _row(name, assumed, "beams", partial(saved_by_beams, llm, few))]
+        rows += [_samples(name, other, draw_lengths(name, other, args.requests)) for other in OTHERS[name]]
+        notes += [_lengths_line(f"{name}, samples", requests), _lengths_line(f"{name}, beams", few)]
     if args.sharegpt_chats is not None and args.sharegpt_chats.is_file():
         requests = read_lengths(args.sharegpt_chats)
-        rows += _rows("given chats", "as given", requests)
+        rows.append(_samples("given chats", None, requests))
         notes.append(_lengths_line("Given chats", requests))
     else:
         notes.append("Chats were not measured: --sharegpt-chats is not given or not there.")
-    return Result(rows, [*notes, *_notes()])
+    return Result(rows, [*_notes(args.beam_model), *notes, *_prefix_notes()])
 
 
-def _rows(name: str, spread: str, requests: list[Lengths]) -> list[Row]:
-    rows = []
-    for kind, served in (("samples", requests), ("beams", requests[:BEAM_REQUESTS])):
-        row = {"lengths": name, "prompts": spread, "of one prompt": kind}
-        paper = PAPER.get((name, kind), ("",) * len(WIDTHS))
-        for width, theirs in zip(WIDTHS, paper, strict=True):
-            row[f"{width} save"] = f"{saved_share(served, width, kind == 'beams'):.1%}"
-            row[f"{width} in the paper"] = theirs
-        rows.append(row)
-    return rows
+def _samples(name: str, variation: Variation | None, requests: list[Lengths]) -> Row:
+    return _row(name, variation, "samples", partial(saved_by_samples, requests))
+
+
+def _row(name: str, variation: Variation | None, kind: str, saved: Callable[[int], float]) -> Row:
+    prompts, answers = variation or ("as given", "as given")
+    row = {"lengths": name, "prompts vary": str(prompts), "answers vary": str(answers), "of one prompt": kind}
+    for width, theirs in zip(WIDTHS, PAPER.get((name, kind), ("",) * len(WIDTHS)), strict=True):
+        row[f"{width} save"] = f"{saved(width):.1%}"
+        row[f"{width} in the paper"] = theirs
+    print(*row.values(), sep=", ", flush=True)
+    return row
 
 
 def _lengths_line(name: str, requests: list[Lengths]) -> str:
@@ -192,17 +282,26 @@ def _lengths_line(name: str, requests: list[Lengths]) -> str:
     return f"{name}: {len(requests)} requests, on average {inputs:.1f} tokens in and {outputs:.1f} out."
 
 
-def _notes() -> list[str]:
+def _notes(beam_model: str) -> list[str]:
+    return [
+        "The paper gives only the means of the lengths. How much they vary (standard deviation over mean, of gamma "
+        "distributions, where 1.0 is exponential) is assumed here, and samples save more where answers vary less.",
+        "The first row of samples of each set has what is assumed. ShareGPT's answers vary by 0.8 because those of "
+        "recorded chats do: 0.81 in the LMSYS arena trace, 0.77 in Azure's conversations. No such record stands "
+        "behind Alpaca's 1.0, nor behind the 0.7 of the prompts. Other rows show what other variations would give.",
+        "Every sample and beam of a request has the request's length. For ShareGPT the paper gives a range, which is "
+        "taken to run from 2 to 6 samples or beams.",
+        f"Beams are those of {beam_model}, which continues pieces of Python's manual and does not end early. "
+        "The paper's are those of OPT-13B on the prompts of the sets: model and texts differ, and with them what beams "
+        "have in common. These are few requests: other passages of the manual moved beams by up to eight points.",
+    ]
+
+
+def _prefix_notes() -> list[str]:
     least = PREFIX + AT_ONCE * OWN
     tails = SAMPLES * -(-(SAMPLED_ANSWER - 1) // BLOCK_SIZE)
     prompt = -(-SAMPLED_PROMPT // BLOCK_SIZE)
-    notes = [
-        "Every sample of a request has the request's length. The paper gives only the means of the lengths: prompts "
-        "are drawn from gamma distributions of two shapes, of which 1 is exponential, answers from exponential ones.",
-        "For ShareGPT the paper gives a range, which is taken to run from 2 to 6 samples or beams.",
-        f"Beams serve the first {BEAM_REQUESTS} requests of a row. Their candidates are made up, so what beams save "
-        "shows that sharing works, and not what a real model's beams have in common.",
-    ]
+    notes = []
     for kind, slot_pages in (("dense", 0), ("hybrid", HYBRID_SLOT_PAGES)):
         computed, peak = computed_prompt_tokens(slot_pages), peak_blocks(slot_pages)
         notes += [
