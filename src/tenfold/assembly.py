@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def assemble(
     depth: int = 1,
     prefix_caching: bool = True,
     kernels: str = "auto",
+    threads: int | None = None,
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -55,6 +57,8 @@ def assemble(
         prefix_caching: whether prompts may reuse what earlier ones left in the arena.
         kernels: ``"native"`` for the compiled CPU kernels, ``"reference"`` for plain torch, ``"auto"`` for the fastest
             that can be used here.
+        threads: threads that torch computes with, in the whole process; None leaves it what it is. They wait for each
+            other in every operation: beside a busy neighbour, two on two cores are slower than one.
         progress: whether to draw progress bars on standard error.
 
     Raises:
@@ -70,6 +74,8 @@ def assemble(
     if kernels not in CHOICES:
         raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {kernels!r}")
     pool_bytes = parse_bytes(memory)
+    if threads is not None:
+        _set_threads(threads)
     target = _device(device)
     loaded = load_model(model, dtype=dtype, device=target, progress=progress)
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
@@ -106,3 +112,10 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+def _set_threads(threads: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise ModelError(f"threads must be from 1 to {cores}, the cores this process may use, not {threads}")
+    torch.set_num_threads(threads)
