@@ -10,6 +10,7 @@ import torch
 
 from tenfold.core import CacheSpec, ModelSpec, Scheduler
 from tenfold.engine.engine import Engine
+from tenfold.engine.profile import DEFAULT_LIMIT, Profile
 from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
@@ -40,6 +41,8 @@ def assemble(
     prefix_caching: bool = True,
     kernels: str = "auto",
     threads: int | None = None,
+    profile: str | Path | None = None,
+    profile_limit: str | int = DEFAULT_LIMIT,
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -59,10 +62,13 @@ def assemble(
             that can be used here.
         threads: threads that torch computes with, in the whole process; None leaves it what it is. They wait for each
             other in every operation: beside a busy neighbour, two on two cores are slower than one.
+        profile: a file to trace every step to (``tenfold.engine.profile``); one that exists is overwritten.
+        profile_limit: size of that file at most; the trace ends there.
         progress: whether to draw progress bars on standard error.
 
     Raises:
-        TenfoldError: an option makes no sense, or the model cannot be found, read or fitted.
+        TenfoldError: an option makes no sense, the profile cannot be written, or the model cannot be found, read or
+            fitted.
     """
     for name, value in (("block_size", block_size), ("max_batch_tokens", max_batch_tokens)):
         if value < 1:
@@ -77,6 +83,7 @@ def assemble(
     if threads is not None:
         _set_threads(threads)
     target = _device(device)
+    trace = Profile(profile, profile_limit) if profile is not None else None
     loaded = load_model(model, dtype=dtype, device=target, progress=progress)
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
     spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
@@ -101,6 +108,7 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         depth=depth,
         max_queue=max_queue,
+        profile=trace,
     )
     return Assembly(engine, loaded)
 

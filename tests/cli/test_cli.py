@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +137,8 @@ def test_every_option_has_a_help_text() -> None:
         (("serve", "--api-key", " "), "an API key is empty"),
         (("serve", "--host", "no such host"), "cannot listen on no such host:8000"),
         (("serve", "--port", "0", "no-such-model"), "'no-such-model' is no local path"),
+        (("serve", "--port", "0", "--profile", "/nowhere/trace.json"), "the profile /nowhere/trace.json cannot be"),
+        (("serve", "--port", "0", "--profile", "/nowhere/trace.json", "--profile-limit", "x"), "'x' is not a size"),
         (("serve", "--port", "0", "--threads", "0"), "threads must be from 1 to "),
         (("generate", "--threads", "100000", "x"), "threads must be from 1 to "),
         (("chat", "--threads", "-1"), "threads must be from 1 to "),
@@ -267,11 +270,13 @@ def test_serve_hands_its_options_on(command, monkeypatch) -> None:
     monkeypatch.setattr("tenfold.server.run.run", run)
     monkeypatch.setenv("TENFOLD_API_KEY", "one two")
     given = ("--port", "0", "--max-body", "1MiB", "--served-model-name", "a", "--served-model-name", "b")
-    status, out, _ = command("serve", "some-model", *given, "--max-queue-requests", "7", "--block-size", "32")
+    status, out, _ = command(
+        "serve", "some-model", *given, "--max-queue-requests", "7", "--block-size", "32", "--profile", "t.json"
+    )
     assert seen["prefix_caching"] is True
     assert status == 0 and out.startswith("Serving m at http://127.0.0.1:")
     assert seen["settings"] == ServerSettings(("a", "b"), ("one", "two"), 2**20)
-    assert seen["threads"] is None
+    assert (seen["profile"], seen["profile_limit"], seen["threads"]) == (Path("t.json"), "256MiB", None)
     assert (seen["model"], seen["max_queue"], seen["block_size"], seen["memory"]) == ("some-model", 7, 32, "2GiB")
 
 

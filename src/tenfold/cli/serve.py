@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tenfold.cli import options
+from tenfold.engine.profile import DEFAULT_LIMIT
 from tenfold.errors import TenfoldError
 from tenfold.units import parse_bytes
 
@@ -43,6 +45,14 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish on Ctrl-C or SIGTERM.", min=0)
     ] = 30.0,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Trace every step to this file (overwritten), for chrome://tracing or ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
+    profile_limit: Annotated[str, typer.Option(help="Size of that file at most.")] = DEFAULT_LIMIT,
     log_level: options.Level = options.LogLevel.INFO,
 ) -> None:
     """Serve a model over OpenAI-compatible HTTP."""
@@ -62,7 +72,7 @@ def serve(
     def load() -> Served:
         from tenfold.assembly import assemble
 
-        assembly = assemble(model, max_queue=max_queue_requests, **engine)
+        assembly = assemble(model, max_queue=max_queue_requests, profile=profile, profile_limit=profile_limit, **engine)
         # Full collections would walk everything that was loaded, again and again, in the middle of a step.
         gc.collect()
         gc.freeze()
