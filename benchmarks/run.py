@@ -17,6 +17,7 @@ from benchmarks.report import machine_line, table
 
 BENCHMARKS = {
     "scheduler": "One decode step of the scheduler alone: plan and commit, no model",
+    "step": "Where the time of a step goes, with a real model",
     "reuse": "Prefix reuse with real models: turns, shared prompts, joins and samples",
     "memory": "The share of KV memory that holds tokens, on recorded request lengths",
     "prefix_traces": "Prompt tokens that need not be computed, on recorded prompts, by how states are kept",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tenfold.core import CacheSpec, ModelSpec, Scheduler
 from tenfold.engine.engine import Engine
+from tenfold.engine.profile import DEFAULT_LIMIT, Profile
 from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
@@ -41,6 +43,9 @@ def assemble(
     prefix_caching: bool = True,
     kernels: str = "auto",
     quantize: str | None = None,
+    threads: int | None = None,
+    profile: str | Path | None = None,
+    profile_limit: str | int = DEFAULT_LIMIT,
     progress: bool = True,
 ) -> Assembly:
     """Load a model and build an engine around it.
@@ -60,10 +65,15 @@ def assemble(
             that can be used here.
         quantize: how to round the weights of matrix products, on a CPU: ``"int8"`` keeps a scale for every output,
             ``"int8-groups"`` for every 32 inputs of it, ``"int4"`` too; None keeps them as they are.
+        threads: threads that torch computes with, in the whole process; None leaves it what it is. They wait for each
+            other in every operation: beside a busy neighbour, two on two cores are slower than one.
+        profile: a file to trace every step to (``tenfold.engine.profile``); one that exists is overwritten.
+        profile_limit: size of that file at most; the trace ends there.
         progress: whether to draw progress bars on standard error.
 
     Raises:
-        TenfoldError: an option makes no sense, or the model cannot be found, read or fitted.
+        TenfoldError: an option makes no sense, the profile cannot be written, or the model cannot be found, read or
+            fitted.
     """
     for name, value in (("block_size", block_size), ("max_batch_tokens", max_batch_tokens)):
         if value < 1:
@@ -73,11 +83,14 @@ def assemble(
     if not 1 <= depth <= 3:
         raise ModelError(f"depth must be 1, 2 or 3, not {depth}")
     pool_bytes = parse_bytes(memory)
+    if threads is not None:
+        _set_threads(threads)
     target = _device(device)
 
     def choose(config: Any, chosen: torch.dtype) -> Packing | None:
         return packing(config, chosen, target, block_size, choice=kernels, quantize=quantize)
 
+    trace = Profile(profile, profile_limit) if profile is not None else None
     loaded = load_model(model, dtype=dtype, device=target, progress=progress, packing=choose)
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
     spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
@@ -102,6 +115,7 @@ def assemble(
         eos_token_ids=loaded.eos_token_ids,
         depth=depth,
         max_queue=max_queue,
+        profile=trace,
     )
     return Assembly(engine, loaded)
 
@@ -113,3 +127,10 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+def _set_threads(threads: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not 1 <= threads <= cores:
+        raise ModelError(f"threads must be from 1 to {cores}, the cores this process may use, not {threads}")
+    torch.set_num_threads(threads)

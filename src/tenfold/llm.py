@@ -51,8 +51,8 @@ class RequestOutput:
 class LLM:
     """A model, its memory and its scheduler in this process.
 
-    Takes the options of ``tenfold.assembly.assemble``; ``memory`` is the size of the arena. Not safe to call from two
-    threads at once.
+    Takes the options of ``tenfold.assembly.assemble``; ``memory`` is the size of the arena. A ``profile`` is complete
+    when the interpreter ends, or after ``engine.profile.close()``. Not safe to call from two threads at once.
 
     >>> llm = LLM("smollm2-135m-instruct", memory="512MiB")
     >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +21,11 @@ from typer.testing import CliRunner
 from support.byte_tokenizer import ByteTokenizer
 from support.serving import make_engine
 from tenfold import __version__, cli
+from tenfold.cli import options
 from tenfold.cli.chat import Conversation, converse
 from tenfold.cli.serve import announce
 from tenfold.core import SamplingParams
+from tenfold.errors import TenfoldError
 from tenfold.server import ServerSettings
 from tenfold.server.state import Served
 
@@ -93,6 +97,28 @@ def test_version(command) -> None:
     assert command("--version") == (0, f"tenfold {__version__}\n", "")
 
 
+def test_the_options_of_an_engine_are_the_same_everywhere_and_those_of_assemble() -> None:
+    from tenfold.assembly import assemble
+
+    group: Any = typer.main.get_command(cli.app)
+    parameters = inspect.signature(assemble).parameters
+    shared = inspect.signature(options._engine_options).parameters
+    for command in ("serve", "generate", "chat"):
+        found = {each.name: each for each in group.commands[command].params}
+        for name in shared:
+            assert found[name].default == parameters[name].default, f"{command} {name}"
+
+
+def test_threads_are_set_once(monkeypatch) -> None:
+    from tenfold import assembly
+
+    seen: list[int] = []
+    monkeypatch.setattr(assembly.torch, "set_num_threads", seen.append)
+    with pytest.raises(TenfoldError, match="'no-such-model' is no local path"):
+        assembly.assemble("no-such-model", threads=1)
+    assert seen == [1]
+
+
 def test_every_option_has_a_help_text() -> None:
     group: Any = typer.main.get_command(cli.app)
     assert set(group.commands) >= {"serve", "generate", "chat", "models"}
@@ -111,6 +137,11 @@ def test_every_option_has_a_help_text() -> None:
         (("serve", "--api-key", " "), "an API key is empty"),
         (("serve", "--host", "no such host"), "cannot listen on no such host:8000"),
         (("serve", "--port", "0", "no-such-model"), "'no-such-model' is no local path"),
+        (("serve", "--port", "0", "--profile", "/nowhere/trace.json"), "the profile /nowhere/trace.json cannot be"),
+        (("serve", "--port", "0", "--profile", "/nowhere/trace.json", "--profile-limit", "x"), "'x' is not a size"),
+        (("serve", "--port", "0", "--threads", "0"), "threads must be from 1 to "),
+        (("generate", "--threads", "100000", "x"), "threads must be from 1 to "),
+        (("chat", "--threads", "-1"), "threads must be from 1 to "),
     ],
 )
 def test_an_error_is_one_line(command, arguments: tuple[str, ...], message: str) -> None:
@@ -126,9 +157,9 @@ def test_a_wrong_option(command) -> None:
 def test_generate(command, made) -> None:
     status, out, _ = command("generate", "one", "two", "-n", "2", "--memory", "1GiB", "--temperature", "0")
     assert (status, out) == (0, "ONE\n\nONE\n\nTWO\n\nTWO\n")
-    assert made[0]["memory"] == "1GiB" and made[0]["prefix_caching"] is True
-    command("generate", "one", "--no-prefix-caching")
-    assert made[1]["prefix_caching"] is False
+    assert made[0]["memory"] == "1GiB" and made[0]["prefix_caching"] is True and made[0]["threads"] is None
+    command("generate", "one", "--no-prefix-caching", "--threads", "1")
+    assert made[1]["prefix_caching"] is False and made[1]["threads"] == 1
     status, out, _ = command("generate", "--chat", "hi", "--json")
     assert json.loads(out)["outputs"][0] == {
         "prompt": "hi",
@@ -238,11 +269,14 @@ def test_serve_hands_its_options_on(command, monkeypatch) -> None:
 
     monkeypatch.setattr("tenfold.server.run.run", run)
     monkeypatch.setenv("TENFOLD_API_KEY", "one two")
-    options = ("--port", "0", "--max-body", "1MiB", "--served-model-name", "a", "--served-model-name", "b")
-    status, out, _ = command("serve", "some-model", *options, "--max-queue-requests", "7", "--block-size", "32")
+    given = ("--port", "0", "--max-body", "1MiB", "--served-model-name", "a", "--served-model-name", "b")
+    status, out, _ = command(
+        "serve", "some-model", *given, "--max-queue-requests", "7", "--block-size", "32", "--profile", "t.json"
+    )
     assert seen["prefix_caching"] is True
     assert status == 0 and out.startswith("Serving m at http://127.0.0.1:")
     assert seen["settings"] == ServerSettings(("a", "b"), ("one", "two"), 2**20)
+    assert (seen["profile"], seen["profile_limit"], seen["threads"]) == (Path("t.json"), "256MiB", None)
     assert (seen["model"], seen["max_queue"], seen["block_size"], seen["memory"]) == ("some-model", 7, 32, "2GiB")
 
 

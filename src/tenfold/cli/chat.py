@@ -22,7 +22,10 @@ from tenfold.errors import EngineError, TenfoldError
 HELP = "Ctrl-C stops an answer, /reset forgets the conversation, /quit or Ctrl-D leaves."
 
 
+@options.with_engine_options
 def chat(
+    *,
+    engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT,
     system: Annotated[str | None, typer.Option(help="What to tell the model before the conversation.")] = None,
     max_tokens: options.MaxTokens = None,
@@ -33,13 +36,6 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    memory: options.Memory = "2GiB",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "cpu",
-    block_size: options.BlockSize = 16,
-    max_batch_tokens: options.MaxBatchTokens = 512,
-    max_sequences: options.MaxSequences = 256,
-    prefix_caching: options.PrefixCaching = True,
     log_level: options.Level = options.LogLevel.WARNING,
 ) -> None:
     """Talk to a model. Piped standard input is one message: its answer is printed, and that is all."""
@@ -56,16 +52,7 @@ def chat(
     params = replace(given, max_tokens=max_tokens)
     from tenfold.llm import LLM
 
-    llm = LLM(
-        model,
-        memory=memory,
-        dtype=dtype,
-        device=device,
-        block_size=block_size,
-        max_batch_tokens=max_batch_tokens,
-        max_sequences=max_sequences,
-        prefix_caching=prefix_caching,
-    )
+    llm = LLM(model, **engine)
     conversation = Conversation(llm.engine, llm.tokenizer, params, system)
     if sys.stdin.isatty():
         converse(conversation)

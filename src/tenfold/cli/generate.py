@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from tenfold.llm import RequestOutput
 
 
+@options.with_engine_options
 def generate(
+    *,
+    engine: dict[str, Any],
     prompt: Annotated[
         list[str] | None,
         typer.Argument(help="Prompts; without any, standard input is read as one.", show_default=False),
@@ -34,13 +37,6 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    memory: options.Memory = "2GiB",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "cpu",
-    block_size: options.BlockSize = 16,
-    max_batch_tokens: options.MaxBatchTokens = 512,
-    max_sequences: options.MaxSequences = 256,
-    prefix_caching: options.PrefixCaching = True,
     log_level: options.Level = options.LogLevel.WARNING,
 ) -> None:
     """Continue prompts, all of them together, and print the texts."""
@@ -59,16 +55,7 @@ def generate(
     prompts = prompt or [read_prompt()]
     from tenfold.llm import LLM
 
-    llm = LLM(
-        model,
-        memory=memory,
-        dtype=dtype,
-        device=device,
-        block_size=block_size,
-        max_batch_tokens=max_batch_tokens,
-        max_sequences=max_sequences,
-        prefix_caching=prefix_caching,
-    )
+    llm = LLM(model, **engine)
     if chat:
         outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
     else:

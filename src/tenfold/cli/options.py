@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -24,8 +27,8 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-def _engine(help: str, **bounds: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=MODEL_PANEL, **bounds)
+def _engine(help: str, *names: str, **settings: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=MODEL_PANEL, **settings)
 
 
 def sampling_option(help: str, *names: str) -> Any:
@@ -33,20 +36,58 @@ def sampling_option(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=SAMPLING_PANEL, show_default=False)
 
 
-Memory = Annotated[str, _engine("Memory for keys, values and states, for example 512MiB or 2GiB.")]
-Dtype = Annotated[str, _engine("Numbers to compute in: auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, _engine("Where to compute: cpu, cuda or another torch device.")]
-BlockSize = Annotated[int, _engine("Tokens in a block of memory.", min=1)]
-MaxBatchTokens = Annotated[int, _engine("Tokens of one step at most; longer prompts come in chunks.", min=1)]
-MaxSequences = Annotated[int, _engine("Sequences that run at once at most.", min=1)]
-PrefixCaching = Annotated[
-    bool,
-    typer.Option(
-        "--prefix-caching/--no-prefix-caching",
-        help="Keep what was computed, so that later prompts with the same beginning need not compute it again.",
-        rich_help_panel=MODEL_PANEL,
-    ),
-]
+def _engine_options(
+    memory: Annotated[str, _engine("Memory for keys, values and states, for example 512MiB or 2GiB.")] = "2GiB",
+    dtype: Annotated[str, _engine("Numbers to compute in: auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[
+        str | None,
+        _engine(
+            "Round weights to int8 (a scale for each output), int8-groups or int4 (one for every 32 inputs). CPU only.",
+            show_default="as they are",
+        ),
+    ] = None,
+    device: Annotated[str, _engine("Where to compute: cpu, cuda or another torch device.")] = "cpu",
+    threads: Annotated[
+        int | None,
+        _engine(
+            "Threads to compute with. Beside a busy neighbour, two on two cores are slower than one.",
+            show_default="what torch chooses",
+        ),
+    ] = None,
+    block_size: Annotated[int, _engine("Tokens in a block of memory.", min=1)] = 16,
+    max_batch_tokens: Annotated[
+        int, _engine("Tokens of one step at most; longer prompts come in chunks.", min=1)
+    ] = 512,
+    max_sequences: Annotated[int, _engine("Sequences that run at once at most.", min=1)] = 256,
+    prefix_caching: Annotated[
+        bool,
+        _engine(
+            "Keep what was computed, so that later prompts with the same beginning need not compute it again.",
+            "--prefix-caching/--no-prefix-caching",
+        ),
+    ] = True,
+) -> None:
+    """Only its signature counts: the options of every command that makes an engine."""
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of ``_engine_options``, which it takes all together as ``engine: dict[str, Any]``.
+
+    typer reads a command's options from its signature: this makes the signature that it reads.
+    """
+    shared = inspect.signature(_engine_options, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(engine={name: given.pop(name) for name in shared}, **given)
+
+    parameters = [*(each for name, each in own.parameters.items() if name != "engine"), *shared.values()]
+    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    run.__signature__ = own.replace(parameters=by_name)  # type: ignore[attr-defined]
+    return run
+
+
 Level = Annotated[LogLevel, typer.Option("--log-level", help="How much to log on standard error.")]
 
 MaxTokens = Annotated[int | None, sampling_option("Tokens to generate at most.")]

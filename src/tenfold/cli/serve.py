@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tenfold.cli import options
+from tenfold.engine.profile import DEFAULT_LIMIT
 from tenfold.errors import TenfoldError
 from tenfold.units import parse_bytes
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from tenfold.server.state import Served
 
 
+@options.with_engine_options
 def serve(
+    *,
+    engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
@@ -40,13 +45,14 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish on Ctrl-C or SIGTERM.", min=0)
     ] = 30.0,
-    memory: options.Memory = "2GiB",
-    dtype: options.Dtype = "auto",
-    device: options.Device = "cpu",
-    block_size: options.BlockSize = 16,
-    max_batch_tokens: options.MaxBatchTokens = 512,
-    max_sequences: options.MaxSequences = 256,
-    prefix_caching: options.PrefixCaching = True,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Trace every step to this file (overwritten), for chrome://tracing or ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
+    profile_limit: Annotated[str, typer.Option(help="Size of that file at most.")] = DEFAULT_LIMIT,
     log_level: options.Level = options.LogLevel.INFO,
 ) -> None:
     """Serve a model over OpenAI-compatible HTTP."""
@@ -66,17 +72,7 @@ def serve(
     def load() -> Served:
         from tenfold.assembly import assemble
 
-        assembly = assemble(
-            model,
-            memory=memory,
-            dtype=dtype,
-            device=device,
-            block_size=block_size,
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            prefix_caching=prefix_caching,
-            max_queue=max_queue_requests,
-        )
+        assembly = assemble(model, max_queue=max_queue_requests, profile=profile, profile_limit=profile_limit, **engine)
         # Full collections would walk everything that was loaded, again and again, in the middle of a step.
         gc.collect()
         gc.freeze()

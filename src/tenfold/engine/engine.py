@@ -19,6 +19,7 @@ from tenfold.core import FinishReason, Request, SamplingParams, Scheduler, Token
 from tenfold.core.admission import refuse_impossible
 from tenfold.engine.metrics import Metrics
 from tenfold.engine.ports import Clock, Instrument, ModelRunner
+from tenfold.engine.profile import Profile
 from tenfold.errors import QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class Engine:
         eos_token_ids: tokens that end a text unless the request says ``ignore_eos``.
         depth: steps under way at once; 2 lets the host plan a step while the device computes the one before.
         max_queue: requests that may wait at once; None is unbounded.
+        instrument: one more observer beside the metrics.
+        profile: where to trace the engine, if at all.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Engine:
         max_queue: int | None = None,
         clock: Clock = time.monotonic,
         instrument: Instrument | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -62,7 +66,14 @@ class Engine:
         self.max_queue = max_queue
         self.clock = clock
         self.metrics = Metrics(scheduler)
-        self.instruments: list[Instrument] = [self.metrics] + ([instrument] if instrument else [])
+        self.profile = profile
+        # The profile is last, so that what it notes of a step is next to the step itself.
+        self.instruments: list[Instrument] = [self.metrics]
+        if instrument is not None:
+            self.instruments.append(instrument)
+        if profile is not None:
+            self.instruments.append(profile)
+            profile.watch(scheduler, runner)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}  # of every live sequence
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from tenfold.core import FinishReason, SamplingParams, TokenEvent
 from tenfold.engine.engine import NO_TOKEN, Engine
+from tenfold.engine.profile import DELIVERY
 from tenfold.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class EngineThread:
         self._stopping = False
         self._streams: dict[int, Stream] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        if engine.profile is not None:
+            engine.profile.time_call(self, "_deliver", DELIVERY)
         self._thread = threading.Thread(target=self._run, name="tenfold-engine", daemon=True)
         self._thread.start()
 
