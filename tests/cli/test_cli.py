@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,21 +66,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return FakeLLM.made
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """A function that runs ``tenfold`` with arguments: exit status, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tenfold", *arguments])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return left.value.code, *capsys.readouterr()
-
-    return run
-
-
 def test_importing_it_is_cheap() -> None:
-    heavy = "{'torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub', 'numpy', 'openai', 'pydantic'}"
+    heavy = "{'torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub', 'numpy', 'openai', 'pydantic', 'httpx'}"
     code = f"import sys, tenfold.cli; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -121,8 +107,8 @@ def test_threads_are_set_once(monkeypatch) -> None:
 
 def test_every_option_has_a_help_text() -> None:
     group: Any = typer.main.get_command(cli.app)
-    assert set(group.commands) >= {"serve", "generate", "chat", "models"}
-    for name, found in group.commands.items():
+    assert set(group.commands) >= {"serve", "generate", "chat", "models", "bench"}
+    for name, found in (group.commands | group.commands["bench"].commands).items():
         assert found.help, name
         for parameter in found.params:
             assert parameter.help, f"{name} {parameter.name}"

@@ -14,7 +14,7 @@ import tenfold
 ROOT = Path(tenfold.__file__).parent
 HEAVY = ("numpy", "torch", "transformers")
 LIGHT = ["tenfold", "tenfold.core", "tenfold.engine.engine", "tenfold.server", "tenfold.sim", "tenfold.planner"]
-LIGHT += ["tenfold.planner.report", "tenfold.cli.plan"]
+LIGHT += ["tenfold.planner.report", "tenfold.cli.plan", "tenfold.loadtest.load", "tenfold.loadtest.report"]
 AMBIENT = {"asyncio", "datetime", "logging", "os", "random", "secrets", "socket", "threading", "time"}
 """Standard modules through which the outside would enter the core other than by a call."""
 
@@ -61,6 +61,15 @@ def test_the_core_imports_the_standard_library_and_itself(path: Path) -> None:
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.name)
 def test_the_core_has_no_clock_thread_environment_or_log(path: Path) -> None:
     assert not AMBIENT & {name.split(".")[0] for name in imported(path)}
+
+
+LOADTEST = sorted((ROOT / "loadtest").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", LOADTEST, ids=lambda path: path.name)
+def test_the_load_generator_knows_no_engine(path: Path) -> None:
+    own = {name for name in imported(path) if name == "tenfold" or name.startswith("tenfold.")}
+    assert all(name in ("tenfold", "tenfold.errors") or name.startswith("tenfold.loadtest.") for name in own), own
 
 
 PLANNER = sorted((ROOT / "planner").rglob("*.py"))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tenfold import __version__
+from tenfold.cli import bench
 from tenfold.cli.chat import chat
 from tenfold.cli.generate import generate
 from tenfold.cli.models import models
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, chat, models, plan):
     app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(asked: bool) -> None:
