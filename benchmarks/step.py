@@ -111,7 +111,7 @@ class Stopwatch:
             (engine.runner, "submit"),
             (engine.runner, "collect"),
             (engine.scheduler, "commit"),
-            (llm.loaded.model, "forward"),
+            (engine.runner.program or llm.loaded.model, "forward"),
         ):
             setattr(owner, method, self._timed(method, getattr(owner, method)))
 

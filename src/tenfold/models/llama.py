@@ -79,8 +79,8 @@ class Attention:
             value,
             head_dim=self.head_dim,
             scale=self.scale,
-            query_norm=self.query_norm and self.query_norm.of_heads(),
-            key_norm=self.key_norm and self.key_norm.of_heads(),
+            query_norm=self.query_norm.of_heads() if self.query_norm else None,
+            key_norm=self.key_norm.of_heads() if self.key_norm else None,
         )
         return step.linear(mixed, self.out.packed, add_to=add_to)
 

@@ -8,6 +8,7 @@ that happens. ``run`` then executes all of it for the tokens of a step, without 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -384,11 +385,11 @@ class Program:
         struct: Any,
         rows: dict[str, Activation],
         values: dict[str, Any],
-        tensors: dict[str, Tensor | None] | None = None,
+        tensors: Mapping[str, Tensor | None] | None = None,
     ) -> None:
         for activation in rows.values():
             activation.buffer.last = len(self._operations)
-        self._operations.append(_Operation(struct, rows, values, tensors or {}))
+        self._operations.append(_Operation(struct, rows, values, dict(tensors or {})))
         self._rows = 0  # to be bound anew
 
     def _of_dtype(self, x: Tensor) -> Tensor:
