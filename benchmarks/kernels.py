@@ -13,9 +13,9 @@ import torch
 from benchmarks.limits import Limits, seconds
 from benchmarks.report import Result, Row
 from tenfold.core import AttentionLayer, CacheSpec, ModelSpec, RecurrentLayer
+from tenfold.models.quantise import Format, quantise
 from tenfold.runtime.batch import Batch, Draws
 from tenfold.runtime.kernels import native
-from tenfold.runtime.kernels.quantise import Format, quantise
 from tenfold.runtime.memory import ArenaMemory
 from tenfold.runtime.program import Program
 

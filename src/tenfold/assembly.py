@@ -16,7 +16,7 @@ from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
 from tenfold.models.weights import Packing
-from tenfold.runtime.kernels import packing
+from tenfold.runtime.kernels import KEEP, packing
 from tenfold.runtime.runner import TorchRunner
 from tenfold.units import parse_bytes
 
@@ -63,8 +63,9 @@ def assemble(
         prefix_caching: whether prompts may reuse what earlier ones left in the arena.
         kernels: ``"native"`` for the compiled CPU kernels, ``"reference"`` for plain torch, ``"auto"`` for the fastest
             that can be used here.
-        quantize: how to round the weights of matrix products, on a CPU: ``"int8"`` keeps a scale for every output,
-            ``"int8-groups"`` for every 32 inputs of it, ``"int4"`` too; None keeps them as they are.
+        quantize: fewer bits for the weights of matrix products, on a CPU: ``"int8"`` keeps a scale for every output,
+            ``"int8-groups"`` for every 32 inputs of it, ``"int4"`` too; ``"gguf"`` rounds nothing, and keeps those that
+            a GGUF file has in Q8_0, Q4_0 or Q4_1 as they are; None brings all of them to the compute dtype.
         threads: threads that torch computes with, in the whole process; None leaves it what it is. They wait for each
             other in every operation: beside a busy neighbour, two on two cores are slower than one.
         profile: a file to trace every step to (``tenfold.engine.profile``); one that exists is overwritten.
@@ -91,7 +92,9 @@ def assemble(
         return packing(config, chosen, target, block_size, choice=kernels, quantize=quantize)
 
     trace = Profile(profile, profile_limit) if profile is not None else None
-    loaded = load_model(model, dtype=dtype, device=target, progress=progress, packing=choose)
+    loaded = load_model(
+        model, dtype=dtype, device=target, progress=progress, packing=choose, keep_quantised=quantize == KEEP
+    )
     model_spec = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize, name=loaded.name)
     spec = CacheSpec.for_model(model_spec, pool_bytes, block_size)
     scheduler = Scheduler(spec, max_batch_tokens, max_sequences, prefix_caching=prefix_caching)

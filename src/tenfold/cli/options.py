@@ -42,8 +42,9 @@ def _engine_options(
     quantize: Annotated[
         str | None,
         _engine(
-            "Round weights to int8 (a scale for each output), int8-groups or int4 (one for every 32 inputs). CPU only.",
-            show_default="as they are",
+            "Round weights to int8 (a scale for each output), int8-groups or int4 (one for every 32 inputs), or keep "
+            "those of a GGUF file as they are in it: gguf. CPU only.",
+            show_default="none, in the numbers of --dtype",
         ),
     ] = None,
     device: Annotated[str, _engine("Where to compute: cpu, cuda or another torch device.")] = "cpu",

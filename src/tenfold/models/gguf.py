@@ -1,11 +1,12 @@
-"""Weights and configuration out of a GGUF file, unpacked into plain floating tensors as they are read."""
+"""Weights and configuration out of a GGUF file: tensors unpacked to floats as they are read, or kept quantised."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,15 @@ from torch import Tensor
 from tenfold.errors import ModelError
 from tenfold.models.files import first_line
 from tenfold.models.gguf_file import GGUFFile, GGUFTensor
+from tenfold.models.quantise import GROUP, Format, Quantised
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PIECE_ELEMENTS = 4 * 2**20
 """Elements unpacked at once, in float32: 16 MiB beside the weights."""
+_FORMATS = {"Q8_0": Format.INT8_GROUPS, "Q4_0": Format.INT4_GROUPS, "Q4_1": Format.INT4_GROUPS}
+"""ggml's types that have the values and scales of a format."""
 _PERMUTED = re.compile(r"attn_([qk])\.(weight|bias)$")
 
 ARCHITECTURES = {
@@ -77,35 +84,54 @@ class GGUFSource:
 
     def read_into(self, own: str, out: Tensor) -> None:
         """Unpack a few rows at a time. Raises ModelError for a type that the gguf package cannot unpack."""
-        import numpy as np
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.file.tensors[own]
         kind = GGMLQuantizationType(tensor.kind)
+        for rows, packed in self._pieces(tensor):
+            try:
+                piece = torch.from_numpy(dequantize(packed, kind).copy())
+            except NotImplementedError:
+                raise ModelError(
+                    f"{self.file.path}: tensor {own!r} is packed as {kind.name}, which cannot be unpacked here"
+                ) from None
+            out.view(-1, piece.shape[1])[rows.to(out.device)] = piece.to(out.device, out.dtype)
+
+    def format(self, own: str) -> Format | None:
+        """Of matrices in Q8_0, Q4_0 and Q4_1."""
+        from gguf import GGMLQuantizationType
+
+        tensor = self.file.tensors[own]
+        return _FORMATS.get(GGMLQuantizationType(tensor.kind).name) if len(tensor.shape) == 2 else None
+
+    def read_quantised(self, own: str, out: Quantised) -> None:
+        """Bring the blocks of a few rows at a time into their places, exactly: float16 scales become float32."""
+        from gguf import GGMLQuantizationType
+
+        tensor = self.file.tensors[own]
+        kind = GGMLQuantizationType(tensor.kind).name
+        for rows, packed in self._pieces(tensor):
+            for to, part in zip((out.values, out.scales, out.least), _parts(packed, kind), strict=True):
+                if to is not None and part is not None:
+                    to[rows] = torch.from_numpy(part)
+
+    def _pieces(self, tensor: GGUFTensor) -> Iterator[tuple[Tensor, np.ndarray]]:
+        """Read a tensor a few rows at a time: which rows they are, int64 [n], and their bytes, uint8 [n, row bytes]."""
+        import numpy as np
+
         order = self._row_order(tensor)
         # A permuted bias is permuted element by element; any other vector is one row.
         width = 1 if order is not None and len(tensor.shape) == 1 else tensor.shape[-1]
-        rows = out.view(-1, width)
-        row_bytes = tensor.size // len(rows)
-        step = max(1, _PIECE_ELEMENTS // width)
+        count = math.prod(tensor.shape) // width
+        if order is None:
+            order = torch.arange(count)
+        row_bytes = tensor.size // count
         with tensor_data(self.file, tensor) as data:
-            for first in range(0, len(rows), step):
-                count = min(step, len(rows) - first)
-                raw = data.read(count * row_bytes)
-                if len(raw) < count * row_bytes:
-                    raise ModelError(f"{self.file.path}: cut short while it was read, at tensor {own!r}")
-                packed = np.frombuffer(raw, dtype=np.uint8).reshape(count, row_bytes)
-                try:
-                    piece = torch.from_numpy(dequantize(packed, kind).copy())
-                except NotImplementedError:
-                    raise ModelError(
-                        f"{self.file.path}: tensor {own!r} is packed as {kind.name}, which cannot be unpacked here"
-                    ) from None
-                piece = piece.to(out.device, out.dtype)
-                if order is None:
-                    rows[first : first + count] = piece
-                else:
-                    rows[order[first : first + count].to(out.device)] = piece
+            for rows in torch.split(order, max(1, _PIECE_ELEMENTS // width)):
+                raw = data.read(len(rows) * row_bytes)
+                if len(raw) < len(rows) * row_bytes:
+                    raise ModelError(f"{self.file.path}: cut short while it was read, at tensor {tensor.name!r}")
+                yield rows, np.frombuffer(raw, dtype=np.uint8).reshape(len(rows), row_bytes)
 
     def _row_order(self, tensor: GGUFTensor) -> Tensor | None:
         """The row of the Hugging Face layout that each row of the file belongs to, or None when they agree.
@@ -120,6 +146,24 @@ class GGUFSource:
         if match[1] == "k":
             heads = int(self.file.get("attention.head_count_kv", heads))
         return torch.arange(tensor.shape[0]).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+
+
+def _parts(packed: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Rows of blocks, uint8 [rows, bytes] of a type in _FORMATS, as the values, scales and least of ``Quantised``.
+
+    A block is a float16 scale, in Q4_1 a float16 least value, then signed bytes in Q8_0, or else halves of bytes, the
+    low ones of which come first. Halves in Q4_0 are 8 above what they stand for.
+    """
+    import numpy as np
+
+    rows, header = len(packed), 4 if kind == "Q4_1" else 2
+    blocks = packed.reshape(rows, -1, header + (GROUP if kind == "Q8_0" else GROUP // 2))
+    numbers = blocks[..., :header].copy().view("<f2").astype(np.float32)
+    scales, values = numbers[..., 0], blocks[..., header:]
+    if kind == "Q8_0":
+        return (values ^ 128).reshape(rows, -1), scales, None  # flipping its sign bit adds 128 to a byte
+    halves = np.concatenate((values & 15, values >> 4), axis=-1)
+    return halves.reshape(rows, -1), scales, numbers[..., 1] if kind == "Q4_1" else -8 * scales
 
 
 def check_architecture(file: GGUFFile) -> None:

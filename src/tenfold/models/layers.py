@@ -11,8 +11,11 @@ from torch.nn import functional
 
 from tenfold.errors import ModelError
 from tenfold.models.base import HeadNorm, Recorder
+from tenfold.models.quantise import Quantised
 from tenfold.models.weights import Packing, Weights
 
+EMBEDDING = "model.embed_tokens.weight"
+"""The table of the embedding, which is also the head's weight where they are tied."""
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -26,14 +29,26 @@ class Linear:
     """An affine map of the last dimension: torch's, or one whose weight is packed for a recorded forward pass."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, pack: Packing | None = None, gated: bool = False
+        self,
+        weight: Tensor | Quantised,
+        bias: Tensor | None = None,
+        *,
+        pack: Packing | None = None,
+        gated: bool = False,
     ) -> None:
         """``weight`` is [out, in], ``bias`` is [out] or None. With ``pack`` only what it makes of them is kept.
 
-        ``gated`` says that the first half of the outputs gates the second.
+        ``gated`` says that the first half of the outputs gates the second. Raises TypeError for a quantised weight
+        without ``pack``.
         """
-        self._plain = (weight, bias) if pack is None else None
-        self._packed = None if pack is None else pack(weight, bias, gated)
+        self._plain: tuple[Tensor, Tensor | None] | None = None
+        self._packed: Any = None
+        if pack is not None:
+            self._packed = pack(weight, bias, gated)
+        elif isinstance(weight, Quantised):
+            raise TypeError("a quantised weight has to be packed")
+        else:
+            self._plain = weight, bias
 
     @classmethod
     def load(
@@ -50,7 +65,9 @@ class Linear:
 
         ``names`` lack the ``.weight``; ``outputs`` are their sizes. Raises ModelError for a missing tensor.
         """
-        weight = weights.stack([f"{name}.weight" for name in names], [(size, inputs) for size in outputs])
+        paths, shapes = [f"{name}.weight" for name in names], [(size, inputs) for size in outputs]
+        kept = weights.quantised(paths, shapes)
+        weight = weights.stack(paths, shapes) if kept is None else kept
         biases = weights.stack([f"{name}.bias" for name in names], [(size,) for size in outputs]) if bias else None
         return cls(weight, biases, pack=weights.pack, gated=gated)
 
@@ -83,9 +100,9 @@ def output_head(config: Any, weights: Weights, embedding: Embedding) -> Linear:
     """The map from [..., width] to logits [..., vocabulary]: its own weight, or the embedding's where they are tied."""
     if config.tie_word_embeddings:
         weights.ignore("lm_head.weight")
-        return Linear(embedding.weight, pack=weights.pack)
-    head = weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
-    return Linear(head, pack=weights.pack)
+        kept = weights.quantised([EMBEDDING], [(config.vocab_size, config.hidden_size)])
+        return Linear(embedding.weight if kept is None else kept, pack=weights.pack)
+    return Linear.load(weights, ["lm_head"], config.hidden_size, [config.vocab_size], bias=False)
 
 
 class RMSNorm:

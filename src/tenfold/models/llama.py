@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tenfold.models.base import Recorder, Step
 from tenfold.models.layers import (
+    EMBEDDING,
     Embedding,
     GatedMLP,
     Linear,
@@ -128,7 +129,7 @@ class Llama:
         traits = self.traits(config)
         table = (config.vocab_size, config.hidden_size)
         self.rotary = Rotary.load(config, weights)
-        self.embedding = Embedding(weights.take("model.embed_tokens.weight", table))
+        self.embedding = Embedding(weights.take(EMBEDDING, table))
         self.layers = [Layer(config, traits, weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = RMSNorm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self.head = output_head(config, weights, self.embedding)

@@ -18,6 +18,7 @@ from tenfold.models.files import first_line, read_json
 from tenfold.models.gguf import GGUFSource, gguf_config
 from tenfold.models.gguf_file import GGUFFile
 from tenfold.models.hub import resolve
+from tenfold.models.layers import EMBEDDING
 from tenfold.models.tokenizer import load_tokenizer
 from tenfold.models.weights import Packing, SafetensorsSource, TensorSource, Weights
 
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The compute dtypes, by the names that users give them."""
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,22 @@ def load_model(
     device: str | torch.device = "cpu",
     progress: bool = True,
     packing: Callable[[Any, torch.dtype], Packing | None] = lambda config, dtype: None,
+    keep_quantised: bool = False,
 ) -> LoadedModel:
     """Find the model that ``source`` names, fetching it if need be, and read its weights onto ``device``.
 
     ``dtype`` is the compute dtype: "float32", "bfloat16", "float16", a torch dtype, or "auto" (see ``choose_dtype``).
-    ``packing``, given the configuration and the chosen dtype, decides what weights are packed by, if they are.
+    ``packing``, given the configuration and the chosen dtype, decides what weights are packed by, if they are. With
+    ``keep_quantised`` it gets the matrices of a GGUF file that are in Q8_0, Q4_0 or Q4_1 as the file has them.
     Progress bars go to standard error. Raises ModelError with one line naming the file and the reason.
     """
     path = resolve(source, progress=progress)
     checkpoint = open_checkpoint(path)
+    if keep_quantised and checkpoint.file is None:
+        raise ModelError(
+            f"{path}: only GGUF files hold quantised weights that can be kept (quantize 'gguf'); this is a folder of "
+            "safetensors"
+        )
     chosen_family = family(checkpoint.architecture)
     chosen_family.check(checkpoint.config)
     device = torch.device(device)
@@ -96,12 +103,14 @@ def load_model(
     name = _display_name(source, path)
     tensors = checkpoint.source
     with tqdm(total=len(tensors.names()), desc=f"Loading {name}", unit=" tensors", disable=not progress) as bar:
-        weights = Weights(tensors, device, chosen, lambda: _advance(bar), pack)
+        weights = Weights(tensors, device, chosen, lambda: _advance(bar), pack, keep_quantised)
         model = chosen_family(checkpoint.config, weights)
         unused = weights.unused()
         bar.update(bar.total - bar.n)
     if unused:
         logger.warning("%s: %d tensors are not used, among them %s", path, len(unused), ", ".join(unused[:3]))
+    if keep_quantised:
+        _report_kept(path, weights)
     tokenizer, tokenizer_error = None, None
     try:
         tokenizer = load_tokenizer(path, checkpoint.file)
@@ -150,9 +159,9 @@ def choose_dtype(requested: str | torch.dtype, source: TensorSource, device: tor
         return DTYPES[requested]
     if requested != "auto":
         raise ModelError(f"dtype {requested!r} is not supported; known are auto, {', '.join(DTYPES)}")
-    own = source.locate(_EMBEDDING)
+    own = source.locate(EMBEDDING)
     if own is None:
-        raise ModelError(f"{source.where(_EMBEDDING)}: tensor {_EMBEDDING!r} is missing")
+        raise ModelError(f"{source.where(EMBEDDING)}: tensor {EMBEDDING!r} is missing")
     stored = source.dtype(own)
     if stored is None:
         return torch.bfloat16 if device.type != "cpu" or _cpu_computes_bfloat16() else torch.float32
@@ -196,6 +205,18 @@ def _open_folder(folder: Path) -> Checkpoint:
     if generation.is_file():
         stop_ids |= _ids(read_json(generation).get("eos_token_id"))
     return Checkpoint(folder, architecture, config, SafetensorsSource(folder), None, stop_ids)
+
+
+def _report_kept(path: Path, weights: Weights) -> None:
+    """Say how many matrices are kept quantised; a warning where some are not, since they take more memory and time."""
+    kept, others = len(weights.kept), weights.not_kept
+    if others:
+        logger.warning(
+            "%s: %d weights are kept as the file quantises them, %d are not and become %s, among them %s",
+            path, kept, len(others), str(weights.dtype).removeprefix("torch."), ", ".join(others[:3])
+        )  # fmt: skip
+    else:
+        logger.info("%s: all %d weights are kept as the file quantises them", path, kept)
 
 
 def _ids(stated: Any) -> frozenset[int]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from tenfold.errors import ModelError
 from tenfold.models.base import HeadNorm, Recorder, Step
 from tenfold.models.layers import (
+    EMBEDDING,
     Embedding,
     GatedMLP,
     Linear,
@@ -218,7 +219,7 @@ class Qwen3_5:
         skip_other_parts(weights)
         table = (config.vocab_size, config.hidden_size)
         self.rotary = Rotary.load(config, weights)
-        self.embedding = Embedding(weights.take("model.embed_tokens.weight", table))
+        self.embedding = Embedding(weights.take(EMBEDDING, table))
         self.layers = [Layer(config, weights, layer) for layer in range(config.num_hidden_layers)]
         self.norm = ZeroCentredNorm.load(config, weights, "model.norm", config.hidden_size)
         self.head = output_head(config, weights, self.embedding)

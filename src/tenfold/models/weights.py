@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tenfold.errors import ModelError
 from tenfold.models.files import read_json
+from tenfold.models.quantise import Format, Quantised
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -23,7 +24,7 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-Packing = Callable[[Tensor, Tensor | None, bool], Any]
+Packing = Callable[[Tensor | Quantised, Tensor | None, bool], Any]
 """Makes what a backend multiplies with of a weight [outputs, inputs], its bias, and whether it is gated."""
 
 
@@ -51,6 +52,12 @@ class TensorSource(Protocol):
     def read_into(self, own: str, out: Tensor) -> None:
         """Fill ``out`` (any device, any floating dtype, the tensor's shape) with tensor ``own``."""
 
+    def format(self, own: str) -> Format | None:
+        """The format that ``own`` has in the file, where ``read_quantised`` reads it; None for all other tensors."""
+
+    def read_quantised(self, own: str, out: Quantised) -> None:
+        """Fill ``out``, of the tensor's shape and format, with the file's own values and scales."""
+
 
 class Weights:
     """The tensors of one checkpoint for one model, each taken on ``device`` in ``dtype``."""
@@ -62,9 +69,18 @@ class Weights:
         dtype: torch.dtype = torch.float32,
         on_read: Callable[[], None] = lambda: None,
         pack: Packing | None = None,
+        keep_quantised: bool = False,
     ) -> None:
-        """``on_read`` is called once for each tensor read, for a progress bar; ``pack`` is for ``layers.Linear``."""
+        """``on_read`` is called once for each tensor read, for a progress bar; ``pack`` is for ``layers.Linear``.
+
+        With ``keep_quantised`` and a ``pack``, matrices that the file itself quantises are packed as they are.
+        """
         self.pack = pack
+        self.kept: list[str] = []
+        """The checkpoint's own names of matrices that are packed as the file has them."""
+        self.not_kept: list[str] = []
+        """Those of matrices that were to be kept and are of no format that can be, or not of their neighbours'."""
+        self._keep_quantised = keep_quantised and pack is not None
         self.source = source
         self.device = torch.device(device)
         self.dtype = dtype
@@ -91,8 +107,28 @@ class Weights:
         out = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype or self.dtype, device=self.device)
         for own, part in zip(own_names, torch.split(out, rows), strict=True):
             self.source.read_into(own, part)
-            self._taken.add(own)
-            self._on_read()
+            self._took(own)
+        return out
+
+    def quantised(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Quantised | None:
+        """Return several matrices as one, stacked as ``stack`` does, in the values and scales of the file itself.
+
+        None where they are not to be kept so, or do not share a format that can be. Raises as ``take`` does.
+        """
+        if not self._keep_quantised:
+            return None
+        own_names = [self._check(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        formats = {self.source.format(own) for own in own_names}
+        format = formats.pop()
+        if formats or format is None:
+            self.not_kept += own_names
+            return None
+        rows = [shape[0] for shape in shapes]
+        out = Quantised.empty(format, sum(rows), shapes[0][1])
+        for own, part in zip(own_names, out.split(rows), strict=True):
+            self.source.read_quantised(own, part)
+            self._took(own)
+        self.kept += own_names
         return out
 
     def ignore(self, name: str) -> None:
@@ -104,6 +140,12 @@ class Weights:
     def unused(self) -> list[str]:
         """The checkpoint's own names of the tensors that nobody took, sorted."""
         return sorted(name for name in self.source.names() if name not in self._taken)
+
+    def _took(self, own: str) -> None:
+        """Note that ``own`` was read; a tied embedding may be read once for look-up and once as the head."""
+        if own not in self._taken:
+            self._taken.add(own)
+            self._on_read()
 
     def _check(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the checkpoint's name for ``name`` once it is known to exist in the expected shape."""
@@ -176,6 +218,13 @@ class SafetensorsSource:
         tensor = self._handle(file).get_tensor(own)
         self._mapped_bytes += tensor.nbytes
         out.copy_(tensor)
+
+    def format(self, own: str) -> None:
+        """None: quantised safetensors are not supported."""
+
+    def read_quantised(self, own: str, out: Quantised) -> None:
+        """Never called, because no tensor has a format."""
+        raise NotImplementedError
 
     def _handle(self, file: Path) -> Any:
         from safetensors import SafetensorError, safe_open

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tenfold.models.base import HeadNorm
+from tenfold.models.quantise import GROUP, Format
 from tenfold.runtime.batch import Batch
 from tenfold.runtime.kernels import ACTIVATIONS, native
 from tenfold.runtime.kernels.native import PackedWeight
-from tenfold.runtime.kernels.quantise import GROUP, Format
 from tenfold.runtime.memory import ArenaMemory
 
 FIRST_ROWS = 16

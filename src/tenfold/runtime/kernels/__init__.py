@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from tenfold.errors import ModelError
+from tenfold.models.quantise import GROUP, Format, Quantised, quantise
 from tenfold.models.weights import Packing
 from tenfold.runtime.kernels import native
-from tenfold.runtime.kernels.quantise import GROUP, Format, quantise
 
-__all__ = ["CHOICES", "QUANTISATIONS", "obstacle", "packing"]
+__all__ = ["CHOICES", "KEEP", "QUANTISATIONS", "obstacle", "packing"]
 
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "native")
-QUANTISATIONS = {"int8": Format.INT8, "int8-groups": Format.INT8_GROUPS, "int4": Format.INT4_GROUPS}
+KEEP = "gguf"
+"""The choice of ``quantize`` that rounds nothing, and keeps what a GGUF file has quantised as it is."""
+QUANTISATIONS = {"int8": Format.INT8, "int8-groups": Format.INT8_GROUPS, "int4": Format.INT4_GROUPS, KEEP: None}
+"""The choices of ``quantize``, each with the format that it rounds weights to."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu")
 """Those of gated layers, in the order of ``Activation`` in ``native.cpp``."""
 SUB_BLOCK = 16
@@ -71,7 +74,9 @@ def packing(
         return None
     format = QUANTISATIONS[quantize] if quantize is not None else None
 
-    def pack(weight: Tensor, bias: Tensor | None, gated: bool) -> native.PackedWeight:
+    def pack(weight: Tensor | Quantised, bias: Tensor | None, gated: bool) -> native.PackedWeight:
+        if isinstance(weight, Quantised):
+            return native.pack_quantised(weight, bias, gated=gated)
         if format is None or weight.shape[1] % (4 if format is Format.INT8 else GROUP):
             return native.pack(weight, bias, gated=gated)
         return native.pack_quantised(quantise(weight, format), bias, gated=gated)

@@ -25,7 +25,7 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 from torch import Tensor
 
-from tenfold.runtime.kernels.quantise import GROUP, Format, Quantised
+from tenfold.models.quantise import GROUP, Format, Quantised
 
 logger = logging.getLogger(__name__)
 

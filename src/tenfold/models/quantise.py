@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -37,6 +38,20 @@ class Quantised:
     values: Tensor
     scales: Tensor
     least: Tensor | None = None
+
+    @classmethod
+    def empty(cls, format: Format, outputs: int, inputs: int) -> Quantised:
+        """Memory for a weight of ``format``, to be filled; ``inputs`` is a multiple of GROUP in the grouped formats."""
+        groups = 1 if format is Format.INT8 else inputs // GROUP
+        least = torch.empty(outputs, groups) if format is Format.INT4_GROUPS else None
+        return cls(format, torch.empty(outputs, inputs, dtype=torch.uint8), torch.empty(outputs, groups), least)
+
+    def split(self, outputs: Sequence[int]) -> list[Quantised]:
+        """Views of the first outputs, the next ones, and so on, so many each."""
+        sizes = list(outputs)
+        values, scales = torch.split(self.values, sizes), torch.split(self.scales, sizes)
+        least = [None] * len(sizes) if self.least is None else torch.split(self.least, sizes)
+        return [Quantised(self.format, *parts) for parts in zip(values, scales, least, strict=True)]
 
 
 def quantise(weight: Tensor, format: Format) -> Quantised:
