@@ -22,6 +22,7 @@ BENCHMARKS = {
     "memory": "The share of KV memory that holds tokens, on recorded request lengths",
     "prefix_traces": "Prompt tokens that need not be computed, on recorded prompts, by how states are kept",
     "sharing": "Blocks that samples and beams of one prompt have in common",
+    "accuracy": "Weights of fewer bits: perplexity of real text, decoding speed and memory",
     "kernels": "Compiled CPU kernels: bytes of the arena per second, and against the torch reference",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"

@@ -365,6 +365,14 @@ class Program:
             raise RuntimeError("nothing was run yet")
         return memory[:rows, x.offset : x.offset + x.width]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all that operations read besides activations and the arena, each tensor counted once."""
+        arena = self.memory.data.untyped_storage().data_ptr()
+        tensors = (tensor for operation in self._operations for tensor in operation.tensors.values())
+        weights = [each for each in tensors if each is not None and each.untyped_storage().data_ptr() != arena]
+        return sum({each.data_ptr(): each.nbytes for each in weights}.values())
+
     def profile(self) -> dict[str, float]:
         """Seconds by kind of operation since the first call, which only starts the measurement."""
         if self._seconds is None:

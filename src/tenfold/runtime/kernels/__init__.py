@@ -23,10 +23,10 @@ __all__ = ["CHOICES", "KEEP", "QUANTISATIONS", "obstacle", "packing"]
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "native")
+QUANTISATIONS = {"int8": Format.INT8, "int8-groups": Format.INT8_GROUPS, "int4": Format.INT4_GROUPS}
+"""The choices of ``quantize`` that round weights, each with the format that it rounds them to."""
 KEEP = "gguf"
 """The choice of ``quantize`` that rounds nothing, and keeps what a GGUF file has quantised as it is."""
-QUANTISATIONS = {"int8": Format.INT8, "int8-groups": Format.INT8_GROUPS, "int4": Format.INT4_GROUPS, KEEP: None}
-"""The choices of ``quantize``, each with the format that it rounds weights to."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu")
 """Those of gated layers, in the order of ``Activation`` in ``native.cpp``."""
 SUB_BLOCK = 16
@@ -46,15 +46,16 @@ def packing(
     """Return what packs a model's weights for the compiled kernels, or None where plain torch is to run it.
 
     ``choice`` "auto" takes the kernels where they can be used, and a warning says why not; "reference" and "native"
-    take what they say. ``quantize`` is one of QUANTISATIONS.
+    take what they say. ``quantize`` is one of QUANTISATIONS, by which float weights are rounded, or KEEP; weights that
+    arrive quantised are packed as they are.
 
     Raises:
         ModelError: another choice, or kernels that are asked for, themselves or for quantised weights, and cannot be.
     """
     if choice not in CHOICES:
         raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {choice!r}")
-    if quantize is not None and quantize not in QUANTISATIONS:
-        raise ModelError(f"quantize must be one of {', '.join(QUANTISATIONS)}, not {quantize!r}")
+    if quantize not in (None, *QUANTISATIONS, KEEP):
+        raise ModelError(f"quantize must be one of {', '.join((*QUANTISATIONS, KEEP))}, not {quantize!r}")
     needed = choice == "native" or quantize is not None
     if choice == "reference":
         if quantize is not None:
@@ -72,7 +73,7 @@ def packing(
         if device.type == "cpu":
             logger.warning("the fast CPU kernels are not used, and the slow reference is: %s", reason)
         return None
-    format = QUANTISATIONS[quantize] if quantize is not None else None
+    format = QUANTISATIONS.get(quantize) if quantize is not None else None
 
     def pack(weight: Tensor | Quantised, bias: Tensor | None, gated: bool) -> native.PackedWeight:
         if isinstance(weight, Quantised):
