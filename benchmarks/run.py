@@ -22,7 +22,8 @@ BENCHMARKS = {
     "memory": "The share of KV memory that holds tokens, on recorded request lengths",
     "prefix_traces": "Prompt tokens that need not be computed, on recorded prompts, by how states are kept",
     "sharing": "Blocks that samples and beams of one prompt have in common",
-    "kernels": "Compiled CPU kernels: bytes of the arena per second, and against the torch reference",
+    "kernels": "Compiled CPU kernels against the machine's bandwidth and arithmetic",
+    "serving": "Requests served in this process, against the machine's limits",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"
 

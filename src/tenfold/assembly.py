@@ -106,6 +106,7 @@ def assemble(
         dtype=loaded.dtype,
         device=target,
         packed=loaded.packed,
+        overlap=depth > 1,
     )
     engine = Engine(
         scheduler,

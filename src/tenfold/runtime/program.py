@@ -365,6 +365,18 @@ class Program:
             raise RuntimeError("nothing was run yet")
         return memory[:rows, x.offset : x.offset + x.width]
 
+    def products(self) -> tuple[int, int, int]:
+        """Operations of all matrix products for a token, those for a sampled row beyond it, and bytes of the weights."""
+        counts, nbytes = [0, 0], 0
+        for operation in self._operations:
+            if operation.struct is _LINEAR:
+                values = operation.values
+                halves = 2 if values["gated"] else 1
+                counts[values["sampled"]] += 2 * halves * values["inputs"] * values["outputs"]
+                parts = (operation.tensors[name] for name in ("weight", "scales", "least"))
+                nbytes += sum(part.nbytes for part in parts if part is not None)
+        return counts[0], counts[1], nbytes
+
     def profile(self) -> dict[str, float]:
         """Seconds by kind of operation since the first call, which only starts the measurement."""
         if self._seconds is None:

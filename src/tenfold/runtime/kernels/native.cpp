@@ -673,6 +673,7 @@ struct Running {
 
     static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows * (dim + 2), 16); }
     static Running of(float *at, int64_t rows) { return {at, at + rows, at + 2 * rows}; }
+    // The sums of values too, unless `dim` is given as 0.
     void clear(int64_t rows, int64_t dim) {
         std::fill(maximum, maximum + rows, LOWEST);
         std::fill(total, total + rows, 0.0f);
@@ -818,14 +819,16 @@ inline Vec add_last(Vec total, float weight, const Bf16 *values) {
     return total + weight * (Vec)(v << 16);
 }
 
-// mixed[M][dim] = factor[M] * mixed + weights[M][count] times the tile's values, `N` vectors of it from `d` on.
+// mixed[M][dim] = factor[M] * mixed + weights[M][count] times the tile's values, `N` vectors of it from `d` on. What is
+// `fresh` has nothing in `mixed` yet.
 template <int M, int N, bool ASK, class T>
 inline void mix(const T *weights, const float *factor, const Tile<T> &tile, const Tile<T> &next, int64_t count,
-                float *mixed, int64_t dim, int64_t d) {
+                float *mixed, bool fresh, int64_t dim, int64_t d) {
     constexpr int U = unit<T>, PER_SUB = SUB_BLOCK / U;
-    Vec total[M][N];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) total[m][n] = load(mixed + m * dim + d + n * LANES) * factor[m];
+    Vec total[M][N] = {};
+    if (!fresh)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) total[m][n] = load(mixed + m * dim + d + n * LANES) * factor[m];
     int64_t units = count / U;
     for (int64_t sub = 0, first = 0; first < units; sub++, first += PER_SUB) {
         const T *values = tile.values[sub] + d * U, *after = next.values[sub] + d * U;
@@ -851,7 +854,7 @@ inline void mix(const T *weights, const float *factor, const Tile<T> &tile, cons
 // `M` rows, of tokens `group` rows apart from each other, with one tile.
 template <int M, bool ASK, class T>
 void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const Tile<T> &next, int64_t visible,
-                 int64_t row, int64_t group, int64_t count, Running state) {
+                 int64_t row, int64_t group, int64_t count, bool fresh, Running state) {
     int64_t dim = op.dim;
     float scores[M * TILE], factor[M];
     alignas(64) T weights[M * TILE];
@@ -864,8 +867,8 @@ void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const
     }
     float *mixed = state.mixed + row * dim;
     int64_t most = std::min<int64_t>(count, visible + (row + M - 1) / group), d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<M, 4, ASK>(weights, factor, tile, next, most, mixed, dim, d);
-    for (; d < dim; d += LANES) mix<M, 1, ASK>(weights, factor, tile, next, most, mixed, dim, d);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<M, 4, ASK>(weights, factor, tile, next, most, mixed, fresh, dim, d);
+    for (; d < dim; d += LANES) mix<M, 1, ASK>(weights, factor, tile, next, most, mixed, fresh, dim, d);
 }
 
 template <class T> void attend(const Attention &op, const Step &s, const Job &job, Running state) {
@@ -879,11 +882,14 @@ template <class T> void attend(const Attention &op, const Step &s, const Job &jo
                         dim * sizeof(T));
     const int32_t *table = s.tables + job.sequence * s.table_stride;
     int64_t start = s.starts[job.sequence] + job.first - s.bounds[job.sequence];
+    bool all_see = start >= job.begin;  // the first tile
+    state.clear(job.heads * rows, all_see ? 0 : dim);
     Places places[2];
     places[0].find(op, table, job.begin, job.end);
     for (int64_t begin = job.begin, turn = 0; begin < job.end; begin += TILE, turn ^= 1) {
         bool more = begin + TILE < job.end;
         if (more) places[turn ^ 1].find(op, table, begin + TILE, job.end);
+        bool fresh = begin == job.begin && all_see;
         int64_t count = std::min<int64_t>(TILE, job.end - begin);
         int64_t visible = start + 1 - begin;  // keys of the tile that the first token sees
         // Rows that see nothing of the tile yet are passed over.
@@ -897,8 +903,8 @@ template <class T> void attend(const Attention &op, const Step &s, const Job &jo
             const T *of_query = query + h * rows * dim;
             by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
                 if (r == first && rows <= 2 * ATTENTION_ROWS && (same || more))
-                    attend_tile<m(), true>(op, of_query, now, next, visible, r, group, count, of_head);
-                else attend_tile<m(), false>(op, of_query, now, now, visible, r, group, count, of_head);
+                    attend_tile<m(), true>(op, of_query, now, next, visible, r, group, count, fresh, of_head);
+                else attend_tile<m(), false>(op, of_query, now, now, visible, r, group, count, fresh, of_head);
             });
         }
     }
@@ -939,7 +945,6 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, int6
         scratch.restart();
         float *at = job.part < 0 ? scratch.take<float>(Running::floats(rows, dim)) : schedule.parts.data() + job.part;
         Running state = Running::of(at, rows);
-        state.clear(rows, dim);
         attend<T>(op, s, job, state);
         if (job.part < 0)
             for (int64_t r = 0; r < rows; r++) write_row<T>(op, job, r, state.mixed + r * dim, state.total[r]);
@@ -1002,31 +1007,106 @@ void advance(float *state, int64_t stride, int64_t key_dim, const float *query, 
         }
 }
 
-// The tokens of one sequence after each other on the state of one head, which stays in the cache.
-template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int64_t head) {
-    int64_t K = op.key_dim, V = op.value_dim, key_head = head / (op.value_heads / op.key_heads);
-    scratch.restart();
+// What the rule needs of one token and head beside its value.
+struct Gates {
+    float product, decay, beta;  // of query and key; exp of the logarithm; after its sigmoid
+};
+
+// Brings query and key to their lengths, and the gates out of their logits.
+template <class T> Gates prepare(const DeltaRule &op, int64_t t, int64_t head, float *query, float *key) {
+    int64_t K = op.key_dim, key_head = head / (op.value_heads / op.key_heads);
+    unit_vector(op.query.row<T>(t) + key_head * K, K, 1 / std::sqrt(float(K)), query);
+    unit_vector(op.key.row<T>(t) + key_head * K, K, 1, key);
+    Vec products = {};
+    for (int64_t i = 0; i < K; i += LANES) products += load(query + i, K - i) * load(key + i, K - i);
+    float step = to_float(op.step_size.row<T>(t)[head]) + op.step_bias[head];
+    T sharp[LANES] = {op.beta.row<T>(t)[head]};
+    return {sum(products), std::exp(-op.rate[head] * (step > 20 ? step : std::log1p(std::exp(step)))),
+            rounded_to<T>(sigmoid(load(sharp)))[0]};
+}
+
+// One token of one head, on the state where it is.
+template <class T> void recur_once(const DeltaRule &op, int64_t t, int64_t head, float *state) {
+    int64_t K = op.key_dim, V = op.value_dim, v = 0;
     float *query = scratch.take<float>(K + LANES), *key = scratch.take<float>(K + LANES);
-    float *state = op.states + s.slots[b] * op.slot_stride + head * K * V;
+    Gates g = prepare<T>(op, t, head, query, key);
+    const T *value = op.value.row<T>(t) + head * V;
+    T *output = op.out.row<T>(t) + head * V;
     constexpr int N = LANES == 16 ? 8 : 4;
-    for (int64_t t = s.bounds[b]; t < s.bounds[b + 1]; t++) {
-        unit_vector(op.query.row<T>(t) + key_head * K, K, 1 / std::sqrt(float(K)), query);
-        unit_vector(op.key.row<T>(t) + key_head * K, K, 1, key);
-        Vec products = {};
-        for (int64_t i = 0; i < K; i += LANES) products += load(query + i, K - i) * load(key + i, K - i);
-        float product = sum(products);
-        float step = to_float(op.step_size.row<T>(t)[head]) + op.step_bias[head];
-        float decay = std::exp(-op.rate[head] * (step > 20 ? step : std::log1p(std::exp(step))));
-        T sharp[LANES] = {op.beta.row<T>(t)[head]};
-        float beta = rounded_to<T>(sigmoid(load(sharp)))[0];
-        const T *value = op.value.row<T>(t) + head * V;
-        T *output = op.out.row<T>(t) + head * V;
-        int64_t v = 0;
-        for (; v + N * LANES <= V; v += N * LANES)
-            advance<N>(state + v, V, K, query, key, product, decay, beta, value + v, output + v, N * LANES);
-        for (; v < V; v += LANES)
-            advance<1>(state + v, V, K, query, key, product, decay, beta, value + v, output + v, V - v);
+    for (; v + N * LANES <= V; v += N * LANES)
+        advance<N>(state + v, V, K, query, key, g.product, g.decay, g.beta, value + v, output + v, N * LANES);
+    for (; v < V; v += LANES)
+        advance<1>(state + v, V, K, query, key, g.product, g.decay, g.beta, value + v, output + v, V - v);
+}
+
+// Tokens after each other on a few columns of a state, copied to where they fit the nearest cache. One pass for each:
+// it writes what the token before left to write, and reads for this one. Decay is kept aside as the product of all so
+// far, S = scale S', and only brought into the state where it would become too small a divisor.
+constexpr int64_t RECUR_TOKENS = 32;
+constexpr float LEAST_SCALE = 1e-12f;
+template <class T> void recur_many(const DeltaRule &op, int64_t begin, int64_t end, int64_t head, float *state) {
+    constexpr int64_t N = 2, COLUMNS = N * LANES;
+    int64_t K = op.key_dim, V = op.value_dim, width = K + LANES;
+    float *queries = scratch.take<float>(RECUR_TOKENS * width), *keys = scratch.take<float>(RECUR_TOKENS * width);
+    float *columns = scratch.take<float>(K * COLUMNS);
+    Gates gates[RECUR_TOKENS];
+    for (; begin < end; begin += RECUR_TOKENS) {
+        int64_t tokens = std::min(RECUR_TOKENS, end - begin);
+        for (int64_t t = 0; t < tokens; t++)
+            gates[t] = prepare<T>(op, begin + t, head, queries + t * width, keys + t * width);
+        for (int64_t v = 0; v < V; v += COLUMNS) {
+            int64_t count[N] = {V - v, V - v - LANES};
+            for (int64_t i = 0; i < K; i++)
+                for (int n = 0; n < N; n++)
+                    store(columns + i * COLUMNS + n * LANES,
+                          count[n] > 0 ? load(state + i * V + v + n * LANES, count[n]) : Vec{});
+            Vec written[N] = {};
+            float scale = 1;
+            const float *before = keys;
+            for (int64_t t = 0; t < tokens; t++) {
+                const float *query = queries + t * width, *key = keys + t * width;
+                Vec by_key[N] = {}, by_query[N] = {};
+                auto pass = [&](auto rescaled, float factor) {
+                    for (int64_t i = 0; i < K; i++)
+                        for (int n = 0; n < N; n++) {
+                            float *at = columns + i * COLUMNS + n * LANES;
+                            Vec row = load(at) + before[i] * written[n];
+                            if constexpr (rescaled()) row *= factor;
+                            store(at, row);
+                            by_key[n] += key[i] * row;
+                            by_query[n] += query[i] * row;
+                        }
+                };
+                scale *= gates[t].decay;
+                if (scale < LEAST_SCALE) {
+                    pass(std::true_type(), scale);
+                    scale = 1;
+                } else pass(std::false_type(), 1);
+                for (int n = 0; n < N; n++) {
+                    if (count[n] <= 0) break;
+                    int64_t column = head * V + v + n * LANES;
+                    Vec value = load(op.value.row<T>(begin + t) + column, count[n]);
+                    Vec u = gates[t].beta * (value - scale * by_key[n]);
+                    store(op.out.row<T>(begin + t) + column, scale * by_query[n] + gates[t].product * u, count[n]);
+                    written[n] = u / scale;
+                }
+                before = key;
+            }
+            for (int64_t i = 0; i < K; i++)
+                for (int n = 0; n < N; n++)
+                    if (count[n] > 0)
+                        store(state + i * V + v + n * LANES,
+                              scale * (load(columns + i * COLUMNS + n * LANES) + before[i] * written[n]), count[n]);
+        }
     }
+}
+
+template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int64_t head) {
+    scratch.restart();
+    float *state = op.states + s.slots[b] * op.slot_stride + head * op.key_dim * op.value_dim;
+    int64_t begin = s.bounds[b], end = s.bounds[b + 1];
+    if (end - begin >= 4) return recur_many<T>(op, begin, end, head, state);
+    for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
 template <class T> void run(const DeltaRule &op, const Step &s, Team &team, int64_t index) {
@@ -1089,7 +1169,7 @@ int64_t scratch_bytes(const void *const *operations, int64_t count, const std::v
         if (kind_of(operations[i]) == CONVOLVE)
             bytes = std::max(bytes, as<Convolve>(operations[i]).width * 128 * 4 + 4096);
         if (kind_of(operations[i]) == DELTA_RULE)
-            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 8 + 4096);
+            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 4 * (2 * RECUR_TOKENS + 32) + 4096);
     }
     for (const Schedule &s : schedules)
         bytes = std::max(bytes, s.most_rows * s.dim * 4 + 4 * Running::floats(s.most_rows, s.dim) + 4096);
