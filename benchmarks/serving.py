@@ -7,6 +7,7 @@ Three workloads: many mixed requests at once (``w1``), one stream alone (``w2``)
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -90,7 +91,7 @@ class Pass:
         return [times[0] for times in self.times]
 
     def gaps(self) -> list[float]:
-        return [b - a for times in self.times for a, b in zip(times, times[1:], strict=False)]
+        return [b - a for times in self.times for a, b in itertools.pairwise(times)]
 
 
 def serve(engine: Any, requests: list[Sent]) -> Pass:
@@ -185,9 +186,8 @@ def least_seconds(each: Pass, llm: Any, limits: Limits) -> float:
     elements = sum(layer.kv_heads * layer.head_dim for layer in spec.attention)
     heads = llm.loaded.config.num_attention_heads / llm.loaded.config.num_key_value_heads
     states = sum(layer.state_elements for layer in spec.recurrent)
-    operations = (
-        each.computed * (of_token + 8 * states) + each.tokens * of_sample + 4 * each.attended * elements * heads
-    )
+    products = each.computed * of_token + each.tokens * of_sample
+    operations = products + 8 * each.computed * states + 4 * each.attended * elements * heads
     # Keys and values are read once for all tokens of a sequence in a step; all but prefills have one.
     read_bytes = each.steps * nbytes + each.tokens * (each.attended / each.computed) * 2 * spec.element_bytes * elements
     return max(operations / limits.arithmetic, read_bytes / limits.bandwidth)
