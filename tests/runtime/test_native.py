@@ -15,13 +15,12 @@ from torch.nn import functional
 from support import recurrence
 from support.programs import (
     DTYPES,
-    FORMS,
     Part,
     feed,
-    library_of,
     make_batch,
     needs_compiler,
     new_program,
+    normalised,
     poisoned_memory,
     random,
     result,
@@ -37,36 +36,9 @@ from tenfold.runtime.kernels.quantise import GROUP, Format, Quantised, dequantis
 from tenfold.runtime.memory import ArenaMemory
 from tenfold.runtime.program import Activation, Program
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("form")]
 
 QUANTISED = (Format.INT8, Format.INT8_GROUPS, Format.INT4_GROUPS)
-
-
-@pytest.fixture(autouse=True, params=sorted(FORMS, reverse=True))
-def form(request, monkeypatch, tmp_path_factory) -> str:
-    """Run each test on this machine's own library, and on those of lesser machines."""
-    if request.param != "native":
-        folder = tmp_path_factory.getbasetemp() / "forms"
-        loaded = library_of(request.param, folder)
-        monkeypatch.setattr(native, "library", lambda: loaded)
-    return request.param
-
-
-@pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])
-def dtype(request) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=range(3))
-def rng(request) -> python_random.Random:
-    """A generator of shapes; torch's is seeded as well."""
-    torch.manual_seed(request.param)
-    return python_random.Random(request.param)
-
-
-def normalised(x: Tensor, epsilon: float) -> Tensor:
-    x = x.double()
-    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
 
 
 # Rows: embedding, selection, norms and gates

@@ -50,6 +50,12 @@ def within(found: Tensor, expected: Tensor, bound: Tensor | float) -> None:
     assert (excess <= 0).all(), f"{int((excess > 0).sum())} of {excess.numel()} exceed it, by {float(excess.max())}"
 
 
+def normalised(x: Tensor, epsilon: float) -> Tensor:
+    """Root mean square normalisation of the last dimension, in float64."""
+    x = x.double()
+    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """So many of torch's threads inside."""
