@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from support import recurrence
 from support.programs import (
-    DTYPES,
     Part,
     feed,
     make_batch,

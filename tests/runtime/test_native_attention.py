@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random as python_random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -45,7 +45,8 @@ class Heads:
     dim: int
     gap: int = 0
     """Columns between the heads of queries."""
-    frequencies: Tensor = torch.zeros(1)
+    frequencies: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """Zeros rotate nothing."""
     scaling: float = 1.0
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None

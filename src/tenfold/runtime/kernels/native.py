@@ -16,8 +16,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,9 +205,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> 
     weight = weight.contiguous()
     data = torch.empty(_padded(outputs, gated) * inputs, dtype=weight.dtype)
     large_pages(data)
-    library().tenfold_pack(
-        weight.data_ptr(), data.data_ptr(), bf16, outputs, inputs, gated, torch.get_num_threads()
-    )
+    library().tenfold_pack(weight.data_ptr(), data.data_ptr(), bf16, outputs, inputs, gated, torch.get_num_threads())
     return PackedWeight(Format.BFLOAT16 if bf16 else Format.FLOAT, outputs, inputs, gated, data, _float(bias))
 
 

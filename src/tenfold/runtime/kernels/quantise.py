@@ -27,7 +27,7 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A weight [outputs, inputs] of which ``w = scales * (values - 128)``, or ``scales * values + least`` in INT4_GROUPS.
+    """A weight [outputs, inputs]: ``w = scales * (values - 128)``, or ``scales * values + least`` in INT4_GROUPS.
 
     ``values`` is uint8 [outputs, inputs], ``scales`` and ``least`` are float32 [outputs, groups], of one group where
     a whole output shares its scale.
