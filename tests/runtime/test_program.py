@@ -16,7 +16,7 @@ from tenfold.core import CacheSpec, ModelSpec
 from tenfold.models.loader import LoadedModel, load_model
 from tenfold.runtime import program as program_module
 from tenfold.runtime.kernels import QUANTISATIONS, native, packing
-from tenfold.runtime.kernels.quantise import dequantise, quantise
+from tenfold.runtime.kernels.quantise import Format, dequantise, quantise
 from tenfold.runtime.memory import ArenaMemory
 from tenfold.runtime.program import FIRST_ROWS, Program
 from tenfold.runtime.step import ForwardStep
@@ -195,6 +195,20 @@ def test_columns() -> None:
     program.run(tokens_only(3))
     assert torch.equal(program.view(a, 3), table[:, 2:6]) and torch.equal(program.view(b, 3), table[:, 6:])
     assert torch.equal(program.view(b.after(5), 3), table[:, 11:])
+
+
+@pytest.mark.parametrize("format", [None, *QUANTISATIONS.values()])
+def test_a_step_that_samples_nothing(format: Format | None) -> None:
+    """As prefill chunks are; the next one finds all as it was."""
+    program = new_program(torch.float32)
+    (x,) = feed(program, torch.randn(4, 32))
+    weight = torch.randn(50, 32)
+    packed = native.pack(weight) if format is None else native.pack_quantised(quantise(weight, format))
+    chosen = program.norm(program.select_sampled(x), torch.ones(32), 1e-6, sampled=True)
+    program.linear(chosen, packed, sampled=True)
+    before = program.forward(tokens_only(4)).clone()
+    assert program.forward(tokens_only(4, torch.empty(0, dtype=torch.int64))).shape == (0, 50)
+    assert torch.equal(program.forward(tokens_only(4)), before)
 
 
 def test_profile() -> None:
