@@ -12,7 +12,7 @@ from support.programs import DTYPES, FORMS, library_of, threads
 from tenfold.runtime.kernels import native
 
 
-@pytest.fixture(params=sorted(FORMS, reverse=True))
+@pytest.fixture(params=["native", *FORMS])
 def form(request, monkeypatch, tmp_path_factory) -> str:
     """Run a test on this machine's own library, and on those of lesser machines."""
     if request.param != "native":

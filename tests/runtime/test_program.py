@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from support.checkpoints import CONFIGS, HYBRIDS, make_checkpoint
-from support.programs import CPU, Part, feed, make_batch, memories, needs_compiler, new_program, run, tokens_only
+from support.programs import (
+    CPU,
+    Part,
+    feed,
+    make_batch,
+    memories,
+    needs_compiler,
+    new_program,
+    result,
+    run,
+    tokens_only,
+)
 from tenfold.core import CacheSpec, ModelSpec
 from tenfold.models.loader import LoadedModel, load_model
 from tenfold.runtime import program as program_module
@@ -80,14 +91,19 @@ def batches(vocabulary: int) -> list[Any]:
 
 
 def logits_of(loaded: LoadedModel) -> tuple[list[Tensor], Program | None]:
-    """The logits of every step, and the program that made them if one did."""
+    """The logits of every step, and the program, on poisoned activations, that made them if one did."""
     memory = arena(loaded)
     steps = batches(loaded.vocab_size)
     if not loaded.packed:
         return [loaded.model.forward(ForwardStep(batch, memory)).float() for batch in steps], None
     program = Program(memory, loaded.dtype)
     loaded.model.record(program)
-    return [program.forward(batch).clone() for batch in steps], program
+    found = []
+    for batch in steps:
+        run(program, batch)
+        assert program._result is not None
+        found.append(result(program, program._result, len(batch.sampled)))
+    return found, program
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -98,7 +114,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def test_float32_logits(folder) -> None:
-    """Of prefills, chunks and decodes; rows of activations grow on the way, and memory is shared by buffers."""
+    """Of prefills, chunks and decodes, while activations share memory."""
     expected, _ = logits_of(load(folder, "float32", choice="reference"))
     found, program = logits_of(load(folder, "float32"))
     assert difference(found, expected) < 1e-4
@@ -132,7 +148,7 @@ def test_quantised_logits(folder, quantize: str) -> None:
 
 
 def test_states_after_steps_are_those_of_torch(folder) -> None:
-    """What another backend left in the arena's slots is what this one leaves."""
+    """The arena's slots go on from step to step, while the rows of activations grow."""
     found, expected = load(folder, "float32"), load(folder, "float32", choice="reference")
     memory, other = arena(found), arena(expected)
     program = Program(memory, torch.float32)

@@ -166,11 +166,10 @@ def result(program: Program, out: Activation, rows: int) -> Tensor:
 
 
 FORMS = {
-    "native": ("", ()),
     "avx2": ("avx2", ("-mavx2", "-mfma", "-mno-avx512f")),
     "avx512f": ("avx512f", ("-mavx512f", "-mfma")),
 }
-"""Of the same source: for this machine, and for lesser ones, with the feature that running them needs."""
+"""What the same source is compiled into for lesser machines, each with the feature that running it needs."""
 
 
 @functools.cache
