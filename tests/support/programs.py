@@ -143,21 +143,30 @@ def new_program(dtype: torch.dtype, memory: ArenaMemory | None = None) -> Progra
     return Program(memory or poisoned_memory((), dtype), dtype)
 
 
-def memories(program: Program) -> list[Tensor]:
-    """The distinct memory of a bound program's buffers."""
-    found = {a.buffer.memory.data_ptr(): a.buffer.memory for o in program._operations for a in o.rows.values()}
-    return list(found.values())
+def memories(program: Program) -> dict[Tensor, int]:
+    """The distinct memory of a bound program's buffers, and how many columns of it are used."""
+    found: dict[int, tuple[Tensor, int]] = {}
+    for buffer in buffers(program):
+        assert buffer.memory is not None
+        memory, width = found.get(buffer.memory.data_ptr(), (buffer.memory, 0))
+        found[memory.data_ptr()] = memory, max(width, buffer.width)
+    return dict(found.values())
+
+
+def buffers(program: Program) -> set[Any]:
+    """Those of all activations."""
+    return {activation.buffer for operation in program._operations for activation in operation.rows.values()}
 
 
 def run(program: Program, batch: Any) -> None:
-    """Run on buffers full of NaN, of which the spare rows must stay so."""
+    """Run on buffers full of NaN, which must stay so in spare rows and beyond the last column."""
     tokens = len(batch.token_ids)
     program._bind(tokens + SPARE_ROWS)
     for memory in (*memories(program), *program._scratch):
         memory.fill_(torch.nan if memory.is_floating_point() else -128)
     program.run(batch)
-    for memory in memories(program):
-        assert memory[tokens:].isnan().all(), "written beyond the step's rows"
+    for memory, width in memories(program).items():
+        assert memory[tokens:].isnan().all() and memory[:, width:].isnan().all(), "written beyond rows or columns"
 
 
 def result(program: Program, out: Activation, rows: int) -> Tensor:
