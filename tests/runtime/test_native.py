@@ -324,7 +324,7 @@ SLOTS = 6
 
 def random_layer(rng: python_random.Random) -> RecurrentLayer:
     heads = rng.choice([1, 2, 3])
-    dims = rng.choice([8, 24, 32, 128, 256]), rng.choice([8, 20, 48, 128, 144])
+    dims = rng.choice([8, 20, 28, 32, 128, 256]), rng.choice([4, 20, 36, 48, 128, 140])
     return RecurrentLayer(heads, heads * rng.choice([1, 2, 3]), *dims, convolution_width=rng.choice([2, 3, 4, 5]))
 
 
