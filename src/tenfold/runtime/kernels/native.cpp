@@ -190,7 +190,7 @@ enum Activation { SILU, GELU_TANH, RELU };
 inline Vec activate(Vec x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-    return larger(x, Vec{});
+    return x < 0.0f ? Vec{} : x;
 }
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -560,7 +560,7 @@ template <class T> void quantise_row(const Linear &op, int64_t row) {
             Vec v = load(x + i, (g + 1) * group - i);
             most = larger(most, larger(v, -v));
         }
-        float scale = largest(most) / 127.0f, inverse = scale > 0 ? 1 / scale : 0;
+        float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
         int64_t total = 0;
         int8_t *bytes = op.bytes + row * op.inputs;
         for (int64_t i = g * group; i < (g + 1) * group; i++) {
@@ -643,7 +643,7 @@ template <class T, class B> inline float to_bytes(const T *x, int64_t n, int bia
         Vec v = load(x + i, n - i);
         most = larger(most, larger(v, -v));
     }
-    float scale = largest(most) / 127.0f, inverse = scale > 0 ? 1 / scale : 0;
+    float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
     for (int64_t i = 0; i < n; i++) bytes[i] = B(int(std::nearbyint(to_float(x[i]) * inverse)) + bias);
     return scale;
 }
