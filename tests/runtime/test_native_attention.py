@@ -128,12 +128,19 @@ class Case:
 
     @classmethod
     def drawn(
-        cls, rng: python_random.Random, heads: Heads, lengths: list[int], block_size: int, dtype: torch.dtype, **options
+        cls,
+        rng: python_random.Random,
+        heads: Heads,
+        lengths: list[int],
+        block_size: int,
+        dtype: torch.dtype,
+        kv_quantized: bool = False,
+        **options: float,
     ) -> Case:
         counts = [-(-length // block_size) for length in lengths]
         pages = sum(counts) + 5
         layers = (AttentionLayer(heads.kv_heads, heads.dim),) * 3
-        memory = poisoned_memory(layers, dtype, block_size, pages)
+        memory = poisoned_memory(layers, dtype, block_size, pages, kv_quantized=kv_quantized)
         free, sequences, first = rng.sample(range(pages), pages), [], 0
         for length, count in zip(lengths, counts, strict=True):
             sequences.append(Sequence(first, length, free[:count]))
@@ -222,6 +229,31 @@ def test_sequences_in_steps(dim: int, rng: python_random.Random, dtype: torch.dt
         run(program, batch)
         case.check(result(program, out, len(batch.token_ids)), step, tolerance_of(dtype))
     case.check_arena(sum(lengths))
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 256])
+def test_quantised_keys_and_values(dim: int, rng: python_random.Random, dtype: torch.dtype) -> None:
+    """Bytes with a scale for every token and head: an error of about a hundredth in scores, weights and values each."""
+    heads = Heads.drawn(rng, dim)
+    lengths = [rng.choice([1, rng.randint(2, 20), rng.randint(20, 400)]) for _ in range(rng.randint(1, 4))]
+    case = Case.drawn(rng, heads, lengths, rng.choice([16, 32, 64]), dtype, kv_quantized=True)
+    program, _, out = case.program()
+    for step in random_plan(rng, lengths, 90):
+        batch = case.batch(step)
+        run(program, batch)
+        found, begin = result(program, out, len(batch.token_ids)), 0
+        for number, start, length in step:
+            rows = torch.arange(length)
+            expected, magnitude = case.expected(number, start + rows)
+            within(found[begin + rows], expected, 0.08 * magnitude + 0.02)
+            error = (found[begin + rows].double() - expected).pow(2).mean().sqrt()
+            assert float(error) <= 0.02 * float(magnitude.pow(2).mean().sqrt()) + 1e-3
+            begin += length
+    memory = case.memory
+    for scales in (memory.key_scales, memory.value_scales):
+        assert int((~scales[LAYER].isnan()).sum()) == sum(lengths) * heads.kv_heads
+        assert scales[LAYER - 1].isnan().all() and scales[LAYER + 1].isnan().all()
+    assert (memory.pages[case.free] == 0xFF).all()
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8])

@@ -73,11 +73,12 @@ def poisoned_memory(
     block_size: int = 16,
     pages: int = 1,
     slots: int = 0,
+    kv_quantized: bool = False,
 ) -> ArenaMemory:
     """An arena of ``pages`` blocks and ``slots`` states, all bytes 0xFF."""
     if not any(isinstance(layer, AttentionLayer) for layer in layers):
         layers = (AttentionLayer(1, 16), *layers)
-    model = ModelSpec("test", tuple(layers), element_bytes=dtype.itemsize)
+    model = ModelSpec("test", tuple(layers), element_bytes=dtype.itemsize, kv_quantized=kv_quantized)
     page = block_size * model.kv_bytes_per_token
     slot_pages = -(-model.state_bytes // page)
     memory = ArenaMemory(CacheSpec(block_size, pages + slots * slot_pages, slot_pages, page), model, dtype, CPU)

@@ -1,6 +1,7 @@
 """The arena as one allocation, and the strided views of it that kernels read and write.
 
     page:  | layer 0 keys | layer 0 values | layer 1 keys | ... |      one block of tokens, all full-attention layers
+           | ... | layer 0 scales of keys | layer 0 scales of values | ... |   behind them where they are quantised
     slot:  | layer 0 state | layer 1 state | ... | layer 0 tail | layer 1 tail | ... |       one sequence, several pages
 
 A view has the page, or the slot, as its outermost stride, so following a block table is an index and nothing is ever
