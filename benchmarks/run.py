@@ -23,7 +23,8 @@ BENCHMARKS = {
     "prefix_traces": "Prompt tokens that need not be computed, on recorded prompts, by how states are kept",
     "sharing": "Blocks that samples and beams of one prompt have in common",
     "accuracy": "Weights of fewer bits: perplexity of real text, decoding speed and memory",
-    "kernels": "Compiled CPU kernels: bytes of the arena per second, and against the torch reference",
+    "kernels": "Compiled CPU kernels against the machine's bandwidth and arithmetic",
+    "serving": "Requests served in this process, against the machine's limits",
 }
 OUTPUT = Path(__file__).resolve().parent.parent / "bench-results" / "bench.md"
 

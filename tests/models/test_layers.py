@@ -48,3 +48,13 @@ def test_gated_mlp_takes_the_gate_first():
     mlp = GatedMLP(Linear(torch.cat((gate, up))), Linear(down), "silu")
     expected = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
     torch.testing.assert_close(mlp(x), expected)
+
+
+def test_a_packed_weight_is_for_recorded_passes_only():
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    packed = Linear(weight, bias, pack=lambda *given: given, gated=True)
+    assert packed.packed == (weight, bias, True)
+    with pytest.raises(RuntimeError, match="in recorded forward passes only"):
+        packed(torch.randn(3, 4))
+    with pytest.raises(RuntimeError, match="was not packed when it was loaded"):
+        _ = Linear(weight).packed

@@ -141,15 +141,14 @@ def test_ctrl_c_leaves_the_object_usable(tiny) -> None:
 
 def test_a_failing_step_ends_its_requests_and_no_others(tiny, monkeypatch) -> None:
     expected = tiny.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
-    forward = tiny.loaded.model.forward
 
-    def fail(step):
+    def fail(*_):
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(tiny.loaded.model, "forward", fail)
-    with pytest.raises(EngineError):
-        tiny.generate([[5, 6, 7], [8]], GREEDY, use_tqdm=False)
-    monkeypatch.setattr(tiny.loaded.model, "forward", forward)
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.engine.runner.sampler, "sample", fail)
+        with pytest.raises(EngineError):
+            tiny.generate([[5, 6, 7], [8]], GREEDY, use_tqdm=False)
     assert not tiny.engine.busy
     assert tiny.stats()["blocks"]["referenced"] == 0
     assert tiny.stats()["requests"]["error"] > 0

@@ -47,6 +47,9 @@ def _engine_options(
             show_default="none, in the numbers of --dtype",
         ),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, _engine("Numbers to keep keys and values in: auto is the dtype, int8 fits nearly twice the tokens.")
+    ] = "auto",
     device: Annotated[str, _engine("Where to compute: cpu, cuda or another torch device.")] = "cpu",
     threads: Annotated[
         int | None,

@@ -61,6 +61,8 @@ class ModelSpec:
     layers: tuple[AttentionLayer | RecurrentLayer, ...]
     element_bytes: int = 2
     max_context: int = 0
+    kv_quantized: bool = False
+    """Keys and values are bytes, with a float32 scale for every token and head."""
     attention_cost: float = 0.0
     """Operations of attention per token and position before it, over those of all else per token."""
 
@@ -75,6 +77,8 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token adds over all full-attention layers."""
+        if self.kv_quantized:
+            return sum(layer.elements_per_token + 2 * FLOAT32_BYTES * layer.kv_heads for layer in self.attention)
         return self.element_bytes * sum(layer.elements_per_token for layer in self.attention)
 
     @property
@@ -86,7 +90,9 @@ class ModelSpec:
         )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, element_bytes: int = 2, name: str = "") -> ModelSpec:
+    def from_config(
+        cls, config: Mapping[str, Any], *, element_bytes: int = 2, name: str = "", kv_quantized: bool = False
+    ) -> ModelSpec:
         """Read the layers from a Hugging Face ``config.json`` (its ``text_config`` where there is one).
 
         Raises:
@@ -128,6 +134,7 @@ class ModelSpec:
             layers=tuple(layers),
             element_bytes=element_bytes,
             max_context=int(text.get("max_position_embeddings") or 0),
+            kv_quantized=kv_quantized,
             attention_cost=_attention_cost(text, kinds, attention, heads, recurrent),
         )
 

@@ -1,6 +1,7 @@
 """The arena as one allocation, and the strided views of it that kernels read and write.
 
     page:  | layer 0 keys | layer 0 values | layer 1 keys | ... |      one block of tokens, all full-attention layers
+           | ... | layer 0 scales of keys | layer 0 scales of values | ... |   behind them where they are quantised
     slot:  | layer 0 state | layer 1 state | ... | layer 0 tail | layer 1 tail | ... |       one sequence, several pages
 
 A view has the page, or the slot, as its outermost stride, so following a block table is an index and nothing is ever
@@ -25,7 +26,10 @@ class ArenaMemory:
     """``num_pages`` pages of ``page_bytes`` each on one device.
 
     Attributes:
-        keys, values: per full-attention layer a view [pages, block_size, kv_heads, head_dim] in the compute dtype.
+        keys, values: per full-attention layer a view [pages, block_size, kv_heads, head_dim] in the compute dtype, or
+            uint8 where they are quantised. Compiled kernels order what is in a view's page as suits them.
+        key_scales, value_scales: per full-attention layer a float32 view [pages, kv_heads, block_size] where keys and
+            values are quantised, else empty.
         states: per recurrent layer a float32 view [num_slots, value_heads, key_dim, value_dim].
         tails: per recurrent layer a view [num_slots, channels, width - 1] in the compute dtype, oldest input first.
 
@@ -43,10 +47,13 @@ class ArenaMemory:
                 f"cannot allocate an arena of {spec.num_pages * spec.page_bytes:,} bytes on {device}: lower the memory"
             ) from error
         self.pages = self.data.view(spec.num_pages, spec.page_bytes)
-        elements = self.data.view(dtype)
-        stride = spec.page_bytes // dtype.itemsize
+        kind = torch.uint8 if model.kv_quantized else dtype
+        elements = self.data.view(kind)
+        stride = spec.page_bytes // kind.itemsize
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
         offset = 0
         for layer in model.attention:
             shape = (spec.num_pages, spec.block_size, layer.kv_heads, layer.head_dim)
@@ -55,6 +62,14 @@ class ArenaMemory:
             self.keys.append(elements.as_strided(shape, strides, offset))
             self.values.append(elements.as_strided(shape, strides, offset + size))
             offset += 2 * size
+        if model.kv_quantized:
+            scales, at = self.data.view(torch.float32), offset // FLOAT32_BYTES
+            for layer in model.attention:
+                shape = (spec.num_pages, layer.kv_heads, spec.block_size)
+                strides = (spec.page_bytes // FLOAT32_BYTES, spec.block_size, 1)
+                for views in (self.key_scales, self.value_scales):
+                    views.append(scales.as_strided(shape, strides, at))
+                    at += layer.kv_heads * spec.block_size
         self.states: list[Tensor] = []
         self.tails: list[Tensor] = []
         first = (spec.num_pages - spec.num_slots * spec.slot_pages) * spec.page_bytes

@@ -55,7 +55,7 @@ _ATTENTION = _struct(
     "Attention",
     5,
     "query:r key:r value:r out:r query_head_stride:i heads:i kv_heads:i dim:i keys:p values:p page_stride:i"
-    " block_size:i query_norm:p key_norm:p cosines:r sines:r rotary:i rounded:i epsilon:f scale:f",
+    " block_size:i key_scales:p value_scales:p scale_stride:i query_norm:p key_norm:p cosines:r sines:r rotary:i rounded:i epsilon:f scale:f",
 )
 _CONVOLVE = _struct("Convolve", 6, "x:r out:r weight:p tails:p slot_stride:i tap_stride:i channels:i width:i")
 _DELTA_RULE = _struct(
@@ -247,6 +247,7 @@ class Program:
             "dim": head_dim,
             "page_stride": keys.stride(0),
             "block_size": keys.shape[1],
+            "scale_stride": self.memory.key_scales[layer].stride(0) if self.memory.key_scales else 0,
             "rotary": 2 * half,
             "rounded": given.rounded if given else False,
             "epsilon": given.epsilon if given else 0.0,
@@ -255,6 +256,8 @@ class Program:
         tensors = {
             "keys": keys,
             "values": values,
+            "key_scales": self.memory.key_scales[layer] if self.memory.key_scales else None,
+            "value_scales": self.memory.value_scales[layer] if self.memory.value_scales else None,
             "query_norm": None if query_norm is None else query_norm.weight.float().contiguous(),
             "key_norm": None if key_norm is None else key_norm.weight.float().contiguous(),
         }
@@ -372,6 +375,18 @@ class Program:
         tensors = (tensor for operation in self._operations for tensor in operation.tensors.values())
         weights = [each for each in tensors if each is not None and each.untyped_storage().data_ptr() != arena]
         return sum({each.data_ptr(): each.nbytes for each in weights}.values())
+
+    def products(self) -> tuple[int, int, int]:
+        """Operations of matrix products for a token, those for a sampled row beyond it, and bytes of the weights."""
+        counts, nbytes = [0, 0], 0
+        for operation in self._operations:
+            if operation.struct is _LINEAR:
+                values = operation.values
+                halves = 2 if values["gated"] else 1
+                counts[values["sampled"]] += 2 * halves * values["inputs"] * values["outputs"]
+                parts = (operation.tensors[name] for name in ("weight", "scales", "least"))
+                nbytes += sum(part.nbytes for part in parts if part is not None)
+        return counts[0], counts[1], nbytes
 
     def profile(self) -> dict[str, float]:
         """Seconds by kind of operation since the first call, which only starts the measurement."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -18,7 +19,7 @@ from tenfold.runtime.step import ForwardStep
 
 
 class TorchRunner:
-    """Runs each plan as it is submitted.
+    """Runs plans in the order they are submitted: at once, or on a thread of its own.
 
     Args:
         model: the forward pass.
@@ -28,6 +29,7 @@ class TorchRunner:
         vocab_size: width of the logits.
         dtype, device: what the model computes in, and where.
         packed: whether the model's weights were packed for the compiled kernels, which then run it.
+        overlap: whether ``submit`` returns before a step is done, so that the next one can be planned meanwhile.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class TorchRunner:
         dtype: torch.dtype,
         device: torch.device,
         packed: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.model = model
         self.spec = spec
+        self.model_spec = model_spec
         self.memory = ArenaMemory(spec, model_spec, dtype, device)
         self.rows = Rows(spec, max_sequences, max_context, device)
         self.program: Program | None = None
@@ -53,10 +57,27 @@ class TorchRunner:
             model.record(self.program)
             native.large_pages(self.memory.data)
         self.sampler = Sampler(max_sequences, vocab_size, device, argmax=native.argmax if packed else None)
-        self._done: deque[StepOutcome] = deque()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tenfold-runner") if overlap else None
+        self._steps: deque[Future[StepOutcome]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        if self._worker is not None:
+            self._steps.append(self._worker.submit(self._run, plan))
+            return
+        outcome = self._run(plan)
+        done: Future[StepOutcome] = Future()
+        done.set_result(outcome)
+        self._steps.append(done)
+
+    def collect(self) -> StepOutcome:
+        return self._steps.popleft().result()
+
+    def reset(self) -> None:
+        wait(self._steps)  # what was submitted after the step that failed runs all the same
+        self._steps.clear()
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> None:
+    def _run(self, plan: StepPlan) -> StepOutcome:
         started = time.perf_counter()
         self.memory.copy(plan.copies)
         for entry in plan.entries:
@@ -73,10 +94,4 @@ class TorchRunner:
         tokens, logprobs = self.sampler.sample(logits, batch.drawn)
         self.rows.latest[batch.drawn.rows] = tokens
         seconds = time.perf_counter() - started
-        self._done.append(StepOutcome(plan.step, tokens, logprobs, seconds))
-
-    def collect(self) -> StepOutcome:
-        return self._done.popleft()
-
-    def reset(self) -> None:
-        self._done.clear()
+        return StepOutcome(plan.step, tokens, logprobs, seconds)

@@ -96,6 +96,11 @@ def obstacle(config: Any, dtype: torch.dtype, device: torch.device, block_size: 
         return f"attention heads must have a multiple of {SUB_BLOCK} features, not {width}"
     if config.hidden_act not in ACTIVATIONS:
         return f"the activation {config.hidden_act!r} is not among {', '.join(ACTIVATIONS)}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    widths = [config.hidden_size, config.intermediate_size]
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        if config.hidden_act != "silu":
+            return f"convolutions of recurrent layers are followed by silu, not by {config.hidden_act!r}"
+        widths.append(config.linear_num_value_heads * config.linear_value_head_dim)
+    if any(width % 2 for width in widths):
         return "layers must have even widths"
     return None

@@ -190,7 +190,7 @@ enum Activation { SILU, GELU_TANH, RELU };
 inline Vec activate(Vec x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exponential(-x));
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
-    return larger(x, Vec{});
+    return x < 0.0f ? Vec{} : x;
 }
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -560,7 +560,7 @@ template <class T> void quantise_row(const Linear &op, int64_t row) {
             Vec v = load(x + i, (g + 1) * group - i);
             most = larger(most, larger(v, -v));
         }
-        float scale = largest(most) / 127.0f, inverse = scale > 0 ? 1 / scale : 0;
+        float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
         int64_t total = 0;
         int8_t *bytes = op.bytes + row * op.inputs;
         for (int64_t i = g * group; i < (g + 1) * group; i++) {
@@ -597,6 +597,9 @@ template <class T> void run(const Linear &op, const Step &s, Team &team, int64_t
 // In a page, each head has its keys and then each head its values, in sub-blocks of 16 tokens. Keys of a sub-block lie
 // unit after unit, of every token of it, so that a register holds the same unit of LANES tokens; values lie in units of
 // tokens, so that a register holds LANES features of a pair. Neither is ever converted or summed across.
+//
+// Quantised keys and values are bytes q, x = scale (q - 128), with a scale for every token and head; four of them make a
+// unit. Queries are then rounded to signed bytes as well, and so are the weights of a tile, times the values' scales.
 
 struct Attention {
     int64_t kind;
@@ -604,6 +607,8 @@ struct Attention {
     int64_t query_head_stride, heads, kv_heads, dim;
     char *keys, *values;  // of the layer, in page 0
     int64_t page_stride, block_size;
+    float *key_scales, *value_scales;  // [kv_heads][block_size] in page 0; null where nothing is quantised
+    int64_t scale_stride;              // from page to page
     const float *query_norm, *key_norm;  // null where heads are not normalised
     Rows cosines, sines;               // [tokens, rotary / 2], float32
     int64_t rotary, rounded;
@@ -629,6 +634,33 @@ inline void prepare_head(const Attention &op, int64_t token, const T *x, const f
     for (int64_t i = 0; i < dim; i += LANES) store(to + i, load(wide + i));
 }
 
+constexpr int QUAD = 4;  // bytes that are multiplied by one instruction
+
+// Bytes of `x` for a scale, which it returns, biased by `bias`.
+template <class T, class B> inline float to_bytes(const T *x, int64_t n, int bias, B *bytes) {
+    Vec most = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        Vec v = load(x + i, n - i);
+        most = larger(most, larger(v, -v));
+    }
+    float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
+    for (int64_t i = 0; i < n; i++) bytes[i] = B(int(std::nearbyint(to_float(x[i]) * inverse)) + bias);
+    return scale;
+}
+
+// Keys and values of a token and head as bytes, at element `at` of both and entry `scale_at` of their scales.
+template <class T>
+void store_bytes(const Attention &op, const T *key, const T *value, int64_t at, int64_t lane, int64_t scale_at) {
+    int64_t dim = op.dim;
+    uint8_t bytes[1024];
+    op.key_scales[scale_at] = to_bytes(key, dim, 128, bytes);
+    uint8_t *keys = reinterpret_cast<uint8_t *>(op.keys) + at + lane * QUAD;
+    for (int64_t i = 0; i < dim; i += QUAD) std::memcpy(keys + i * SUB_BLOCK, bytes + i, QUAD);
+    op.value_scales[scale_at] = to_bytes(value, dim, 128, bytes);
+    uint8_t *values = reinterpret_cast<uint8_t *>(op.values) + at + lane / QUAD * dim * QUAD + lane % QUAD;
+    for (int64_t i = 0; i < dim; i++) values[i * QUAD] = bytes[i];
+}
+
 // Queries are normalised and rotated where they are; keys and values go to their places in the arena.
 template <class T> void prepare(const Attention &op, const Step &s, int64_t token) {
     constexpr int U = unit<T>;
@@ -644,6 +676,10 @@ template <class T> void prepare(const Attention &op, const Step &s, int64_t toke
         const T *value = op.value.row<T>(token) + h * dim;
         int64_t at = place / op.block_size * op.page_stride +
                      (h * (op.block_size / SUB_BLOCK) + offset / SUB_BLOCK) * SUB_BLOCK * dim;
+        if (op.key_scales) {
+            store_bytes(op, key, value, at, lane, place / op.block_size * op.scale_stride + h * op.block_size + offset);
+            continue;
+        }
         T *keys = reinterpret_cast<T *>(op.keys) + at + lane * U;
         T *values = reinterpret_cast<T *>(op.values) + at + lane / U * dim * U + lane % U;
         for (int64_t i = 0; i < dim; i += U) std::memcpy(keys + i * SUB_BLOCK, key + i, 4);
@@ -673,6 +709,7 @@ struct Running {
 
     static int64_t floats(int64_t rows, int64_t dim) { return round_up(rows * (dim + 2), 16); }
     static Running of(float *at, int64_t rows) { return {at, at + rows, at + 2 * rows}; }
+    // The sums of values too, unless `dim` is given as 0.
     void clear(int64_t rows, int64_t dim) {
         std::fill(maximum, maximum + rows, LOWEST);
         std::fill(total, total + rows, 0.0f);
@@ -737,17 +774,18 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
 constexpr int TILE_VECS = TILE / LANES, TILE_SUBS = TILE / SUB_BLOCK;
 
 // Where the sub-blocks of a tile are, in elements from the layer's first head in page 0. Beyond the end they repeat the
-// last one, whose scores get no weight.
+// last one, whose scores get no weight. `scales` are places of their scales.
 struct Places {
-    int64_t at[TILE_SUBS];
+    int64_t at[TILE_SUBS], scales[TILE_SUBS];
 
     void find(const Attention &op, const int32_t *table, int64_t begin, int64_t end) {
         uint32_t size = op.block_size;
         for (int i = 0; i < TILE_SUBS; i++) {
-            uint32_t position = begin + i * SUB_BLOCK;
-            at[i] = i > 0 && position >= end
-                        ? at[i - 1]
-                        : table[position / size] * op.page_stride + position % size / SUB_BLOCK * SUB_BLOCK * op.dim;
+            uint32_t position = begin + i * SUB_BLOCK, offset = position % size / SUB_BLOCK * SUB_BLOCK;
+            bool beyond = i > 0 && position >= end;
+            int64_t page = beyond ? 0 : table[position / size];
+            at[i] = beyond ? at[i - 1] : page * op.page_stride + offset * op.dim;
+            scales[i] = beyond ? scales[i - 1] : page * op.scale_stride + offset;
         }
     }
 };
@@ -762,6 +800,23 @@ template <class T> struct Tile {
         for (int v = 0; v < TILE_VECS; v++)
             keys[v] = key + places.at[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK * unit<T>;
         for (int i = 0; i < TILE_SUBS; i++) values[i] = value + places.at[i];
+    }
+};
+
+struct ByteTile {
+    const uint8_t *keys[TILE_VECS], *values[TILE_SUBS];
+    const float *key_scales[TILE_SUBS], *value_scales[TILE_SUBS];
+
+    ByteTile(const Attention &op, const Places &places, int64_t head) {
+        int64_t of_head = head * op.block_size * op.dim;
+        for (int v = 0; v < TILE_VECS; v++)
+            keys[v] = reinterpret_cast<const uint8_t *>(op.keys) + of_head + places.at[v * LANES / SUB_BLOCK] +
+                      v * LANES % SUB_BLOCK * QUAD;
+        for (int i = 0; i < TILE_SUBS; i++) {
+            values[i] = reinterpret_cast<const uint8_t *>(op.values) + of_head + places.at[i];
+            key_scales[i] = op.key_scales + places.scales[i] + head * op.block_size;
+            value_scales[i] = op.value_scales + places.scales[i] + head * op.block_size;
+        }
     }
 };
 
@@ -818,14 +873,16 @@ inline Vec add_last(Vec total, float weight, const Bf16 *values) {
     return total + weight * (Vec)(v << 16);
 }
 
-// mixed[M][dim] = factor[M] * mixed + weights[M][count] times the tile's values, `N` vectors of it from `d` on.
+// mixed[M][dim] = factor[M] * mixed + weights[M][count] times the tile's values, `N` vectors of it from `d` on. What is
+// `fresh` has nothing in `mixed` yet.
 template <int M, int N, bool ASK, class T>
 inline void mix(const T *weights, const float *factor, const Tile<T> &tile, const Tile<T> &next, int64_t count,
-                float *mixed, int64_t dim, int64_t d) {
+                float *mixed, bool fresh, int64_t dim, int64_t d) {
     constexpr int U = unit<T>, PER_SUB = SUB_BLOCK / U;
-    Vec total[M][N];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) total[m][n] = load(mixed + m * dim + d + n * LANES) * factor[m];
+    Vec total[M][N] = {};
+    if (!fresh)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) total[m][n] = load(mixed + m * dim + d + n * LANES) * factor[m];
     int64_t units = count / U;
     for (int64_t sub = 0, first = 0; first < units; sub++, first += PER_SUB) {
         const T *values = tile.values[sub] + d * U, *after = next.values[sub] + d * U;
@@ -851,7 +908,7 @@ inline void mix(const T *weights, const float *factor, const Tile<T> &tile, cons
 // `M` rows, of tokens `group` rows apart from each other, with one tile.
 template <int M, bool ASK, class T>
 void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const Tile<T> &next, int64_t visible,
-                 int64_t row, int64_t group, int64_t count, Running state) {
+                 int64_t row, int64_t group, int64_t count, bool fresh, Running state) {
     int64_t dim = op.dim;
     float scores[M * TILE], factor[M];
     alignas(64) T weights[M * TILE];
@@ -864,8 +921,67 @@ void attend_tile(const Attention &op, const T *query, const Tile<T> &tile, const
     }
     float *mixed = state.mixed + row * dim;
     int64_t most = std::min<int64_t>(count, visible + (row + M - 1) / group), d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<M, 4, ASK>(weights, factor, tile, next, most, mixed, dim, d);
-    for (; d < dim; d += LANES) mix<M, 1, ASK>(weights, factor, tile, next, most, mixed, dim, d);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<M, 4, ASK>(weights, factor, tile, next, most, mixed, fresh, dim, d);
+    for (; d < dim; d += LANES) mix<M, 1, ASK>(weights, factor, tile, next, most, mixed, fresh, dim, d);
+}
+
+// Query rows as bytes: [rows][dim], and a scale and a sum of each.
+struct ByteRows {
+    int8_t *bytes;
+    float *scales, *sums;
+};
+
+// As `attend_tile`, on quantised keys and values.
+template <int M, bool ASK>
+void attend_bytes(const Attention &op, const ByteRows &query, const ByteTile &tile, const ByteTile &next,
+                  int64_t visible, int64_t row, int64_t group, int64_t count, bool fresh, Running state) {
+    int64_t dim = op.dim;
+    IntVec products[M][TILE_VECS] = {};
+    for (int64_t d = 0; d < dim; d += QUAD)
+        for (int v = 0; v < TILE_VECS; v++) {
+            ask<ASK>(next.keys[v] + d * SUB_BLOCK);
+            Quads keys = quads(tile.keys[v] + d * SUB_BLOCK);
+            for (int m = 0; m < M; m++)
+                products[m][v] = add_quads(products[m][v], query.bytes + (row + m) * dim + d, keys);
+        }
+    float factor[M], scale[M];
+    alignas(64) int8_t weights[M * TILE];
+    for (int m = 0; m < M; m++) {
+        int64_t seen = std::clamp<int64_t>(visible + (row + m) / group, 0, count);
+        float scores[TILE], wide[TILE];
+        for (int v = 0; v < TILE_VECS; v++) {
+            Vec exact = to_float(products[m][v]) - 128.0f * query.sums[row + m];
+            const float *scales = tile.key_scales[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK;
+            store(scores + v * LANES, exact * query.scales[row + m] * load(scales));
+        }
+        factor[m] = soften(scores, op.scale * 1.44269504f, seen, state.maximum[row + m], state.total[row + m], wide);
+        for (int v = 0; v < TILE_VECS; v++) {
+            const float *scales = tile.value_scales[v * LANES / SUB_BLOCK] + v * LANES % SUB_BLOCK;
+            Vec weight = load(wide + v * LANES) * load(scales);
+            // What lies beyond has never been written: its scale may be anything.
+            weight = lanes() + v * LANES < IntVec{} + int32_t(seen) ? weight : Vec{};
+            store(wide + v * LANES, weight);
+        }
+        scale[m] = to_bytes(wide, TILE, 0, weights + m * TILE);
+    }
+    float *mixed = state.mixed + row * dim;
+    int64_t used = ceiling(std::clamp<int64_t>(visible + (row + M - 1) / group, 0, count), QUAD);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        IntVec total[M] = {};
+        for (int64_t i = 0; i < used; i++) {
+            int64_t sub = i * QUAD / SUB_BLOCK, within = (i * QUAD % SUB_BLOCK * dim) + d * QUAD;
+            ask<ASK>(next.values[sub] + within);
+            Quads values = quads(tile.values[sub] + within);
+            for (int m = 0; m < M; m++) total[m] = add_quads(total[m], weights + m * TILE + i * QUAD, values);
+        }
+        for (int m = 0; m < M; m++) {
+            int32_t sum_of_weights = 0;
+            for (int i = 0; i < TILE; i++) sum_of_weights += weights[m * TILE + i];
+            float *at = mixed + m * dim + d;
+            Vec before = fresh ? Vec{} : load(at) * factor[m];
+            store(at, before + scale[m] * (to_float(total[m]) - 128.0f * float(sum_of_weights)));
+        }
+    }
 }
 
 template <class T> void attend(const Attention &op, const Step &s, const Job &job, Running state) {
@@ -877,28 +993,50 @@ template <class T> void attend(const Attention &op, const Step &s, const Job &jo
                         op.query.row<T>(job.first + r / group) +
                             ((job.head + h) * group + r % group) * op.query_head_stride,
                         dim * sizeof(T));
+    ByteRows bytes{};
+    if (op.key_scales) {
+        int64_t all = job.heads * rows;
+        bytes = {scratch.take<int8_t>(all * dim), scratch.take<float>(all), scratch.take<float>(all)};
+        for (int64_t r = 0; r < all; r++) {
+            bytes.scales[r] = to_bytes(query + r * dim, dim, 0, bytes.bytes + r * dim);
+            bytes.sums[r] = 0;
+            for (int64_t i = 0; i < dim; i++) bytes.sums[r] += bytes.bytes[r * dim + i];
+        }
+    }
     const int32_t *table = s.tables + job.sequence * s.table_stride;
     int64_t start = s.starts[job.sequence] + job.first - s.bounds[job.sequence];
+    bool all_see = start >= job.begin;  // the first tile
+    state.clear(job.heads * rows, all_see ? 0 : dim);
     Places places[2];
     places[0].find(op, table, job.begin, job.end);
     for (int64_t begin = job.begin, turn = 0; begin < job.end; begin += TILE, turn ^= 1) {
         bool more = begin + TILE < job.end;
         if (more) places[turn ^ 1].find(op, table, begin + TILE, job.end);
+        bool fresh = begin == job.begin && all_see;
         int64_t count = std::min<int64_t>(TILE, job.end - begin);
         int64_t visible = start + 1 - begin;  // keys of the tile that the first token sees
         // Rows that see nothing of the tile yet are passed over.
         int64_t first = visible > 0 ? 0 : std::min(rows, (1 - visible) * group);
         first = first / ATTENTION_ROWS * ATTENTION_ROWS;
         for (int64_t h = 0; h < job.heads; h++) {
-            Tile<T> now(op, places[turn], job.head + h);
             bool same = h + 1 < job.heads;
-            Tile<T> next(op, places[same || !more ? turn : turn ^ 1], same ? job.head + h + 1 : job.head);
+            const Places &after = places[same || !more ? turn : turn ^ 1];
+            int64_t head = job.head + h, head_after = same ? head + 1 : job.head;
             Running of_head{state.maximum + h * rows, state.total + h * rows, state.mixed + h * rows * dim};
+            if (op.key_scales) {
+                ByteTile now(op, places[turn], head), next(op, after, head_after);
+                ByteRows of_query{bytes.bytes + h * rows * dim, bytes.scales + h * rows, bytes.sums + h * rows};
+                by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
+                    attend_bytes<m(), true>(op, of_query, now, next, visible, r, group, count, fresh, of_head);
+                });
+                continue;
+            }
+            Tile<T> now(op, places[turn], head), next(op, after, head_after);
             const T *of_query = query + h * rows * dim;
             by_rows<ATTENTION_ROWS>(first, rows, [&](int64_t r, auto m) {
                 if (r == first && rows <= 2 * ATTENTION_ROWS && (same || more))
-                    attend_tile<m(), true>(op, of_query, now, next, visible, r, group, count, of_head);
-                else attend_tile<m(), false>(op, of_query, now, now, visible, r, group, count, of_head);
+                    attend_tile<m(), true>(op, of_query, now, next, visible, r, group, count, fresh, of_head);
+                else attend_tile<m(), false>(op, of_query, now, now, visible, r, group, count, fresh, of_head);
             });
         }
     }
@@ -939,7 +1077,6 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, int6
         scratch.restart();
         float *at = job.part < 0 ? scratch.take<float>(Running::floats(rows, dim)) : schedule.parts.data() + job.part;
         Running state = Running::of(at, rows);
-        state.clear(rows, dim);
         attend<T>(op, s, job, state);
         if (job.part < 0)
             for (int64_t r = 0; r < rows; r++) write_row<T>(op, job, r, state.mixed + r * dim, state.total[r]);
@@ -1002,31 +1139,106 @@ void advance(float *state, int64_t stride, int64_t key_dim, const float *query, 
         }
 }
 
-// The tokens of one sequence after each other on the state of one head, which stays in the cache.
-template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int64_t head) {
-    int64_t K = op.key_dim, V = op.value_dim, key_head = head / (op.value_heads / op.key_heads);
-    scratch.restart();
+// What the rule needs of one token and head beside its value.
+struct Gates {
+    float product, decay, beta;  // of query and key; exp of the logarithm; after its sigmoid
+};
+
+// Brings query and key to their lengths, and the gates out of their logits.
+template <class T> Gates prepare(const DeltaRule &op, int64_t t, int64_t head, float *query, float *key) {
+    int64_t K = op.key_dim, key_head = head / (op.value_heads / op.key_heads);
+    unit_vector(op.query.row<T>(t) + key_head * K, K, 1 / std::sqrt(float(K)), query);
+    unit_vector(op.key.row<T>(t) + key_head * K, K, 1, key);
+    Vec products = {};
+    for (int64_t i = 0; i < K; i += LANES) products += load(query + i, K - i) * load(key + i, K - i);
+    float step = to_float(op.step_size.row<T>(t)[head]) + op.step_bias[head];
+    T sharp[LANES] = {op.beta.row<T>(t)[head]};
+    return {sum(products), std::exp(-op.rate[head] * (step > 20 ? step : std::log1p(std::exp(step)))),
+            rounded_to<T>(sigmoid(load(sharp)))[0]};
+}
+
+// One token of one head, on the state where it is.
+template <class T> void recur_once(const DeltaRule &op, int64_t t, int64_t head, float *state) {
+    int64_t K = op.key_dim, V = op.value_dim, v = 0;
     float *query = scratch.take<float>(K + LANES), *key = scratch.take<float>(K + LANES);
-    float *state = op.states + s.slots[b] * op.slot_stride + head * K * V;
+    Gates g = prepare<T>(op, t, head, query, key);
+    const T *value = op.value.row<T>(t) + head * V;
+    T *output = op.out.row<T>(t) + head * V;
     constexpr int N = LANES == 16 ? 8 : 4;
-    for (int64_t t = s.bounds[b]; t < s.bounds[b + 1]; t++) {
-        unit_vector(op.query.row<T>(t) + key_head * K, K, 1 / std::sqrt(float(K)), query);
-        unit_vector(op.key.row<T>(t) + key_head * K, K, 1, key);
-        Vec products = {};
-        for (int64_t i = 0; i < K; i += LANES) products += load(query + i, K - i) * load(key + i, K - i);
-        float product = sum(products);
-        float step = to_float(op.step_size.row<T>(t)[head]) + op.step_bias[head];
-        float decay = std::exp(-op.rate[head] * (step > 20 ? step : std::log1p(std::exp(step))));
-        T sharp[LANES] = {op.beta.row<T>(t)[head]};
-        float beta = rounded_to<T>(sigmoid(load(sharp)))[0];
-        const T *value = op.value.row<T>(t) + head * V;
-        T *output = op.out.row<T>(t) + head * V;
-        int64_t v = 0;
-        for (; v + N * LANES <= V; v += N * LANES)
-            advance<N>(state + v, V, K, query, key, product, decay, beta, value + v, output + v, N * LANES);
-        for (; v < V; v += LANES)
-            advance<1>(state + v, V, K, query, key, product, decay, beta, value + v, output + v, V - v);
+    for (; v + N * LANES <= V; v += N * LANES)
+        advance<N>(state + v, V, K, query, key, g.product, g.decay, g.beta, value + v, output + v, N * LANES);
+    for (; v < V; v += LANES)
+        advance<1>(state + v, V, K, query, key, g.product, g.decay, g.beta, value + v, output + v, V - v);
+}
+
+// Tokens after each other on a few columns of a state, copied to where they fit the nearest cache. One pass for each:
+// it writes what the token before left to write, and reads for this one. Decay is kept aside as the product of all so
+// far, S = scale S', and only brought into the state where it would become too small a divisor.
+constexpr int64_t RECUR_TOKENS = 32;
+constexpr float LEAST_SCALE = 1e-12f;
+template <class T> void recur_many(const DeltaRule &op, int64_t begin, int64_t end, int64_t head, float *state) {
+    constexpr int64_t N = 2, COLUMNS = N * LANES;
+    int64_t K = op.key_dim, V = op.value_dim, width = K + LANES;
+    float *queries = scratch.take<float>(RECUR_TOKENS * width), *keys = scratch.take<float>(RECUR_TOKENS * width);
+    float *columns = scratch.take<float>(K * COLUMNS);
+    Gates gates[RECUR_TOKENS];
+    for (; begin < end; begin += RECUR_TOKENS) {
+        int64_t tokens = std::min(RECUR_TOKENS, end - begin);
+        for (int64_t t = 0; t < tokens; t++)
+            gates[t] = prepare<T>(op, begin + t, head, queries + t * width, keys + t * width);
+        for (int64_t v = 0; v < V; v += COLUMNS) {
+            int64_t count[N] = {V - v, V - v - LANES};
+            for (int64_t i = 0; i < K; i++)
+                for (int n = 0; n < N; n++)
+                    store(columns + i * COLUMNS + n * LANES,
+                          count[n] > 0 ? load(state + i * V + v + n * LANES, count[n]) : Vec{});
+            Vec written[N] = {};
+            float scale = 1;
+            const float *before = keys;
+            for (int64_t t = 0; t < tokens; t++) {
+                const float *query = queries + t * width, *key = keys + t * width;
+                Vec by_key[N] = {}, by_query[N] = {};
+                auto pass = [&](auto rescaled, float factor) {
+                    for (int64_t i = 0; i < K; i++)
+                        for (int n = 0; n < N; n++) {
+                            float *at = columns + i * COLUMNS + n * LANES;
+                            Vec row = load(at) + before[i] * written[n];
+                            if constexpr (rescaled()) row *= factor;
+                            store(at, row);
+                            by_key[n] += key[i] * row;
+                            by_query[n] += query[i] * row;
+                        }
+                };
+                scale *= gates[t].decay;
+                if (scale < LEAST_SCALE) {
+                    pass(std::true_type(), scale);
+                    scale = 1;
+                } else pass(std::false_type(), 1);
+                for (int n = 0; n < N; n++) {
+                    if (count[n] <= 0) break;
+                    int64_t column = head * V + v + n * LANES;
+                    Vec value = load(op.value.row<T>(begin + t) + column, count[n]);
+                    Vec u = gates[t].beta * (value - scale * by_key[n]);
+                    store(op.out.row<T>(begin + t) + column, scale * by_query[n] + gates[t].product * u, count[n]);
+                    written[n] = u / scale;
+                }
+                before = key;
+            }
+            for (int64_t i = 0; i < K; i++)
+                for (int n = 0; n < N; n++)
+                    if (count[n] > 0)
+                        store(state + i * V + v + n * LANES,
+                              scale * (load(columns + i * COLUMNS + n * LANES) + before[i] * written[n]), count[n]);
+        }
     }
+}
+
+template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int64_t head) {
+    scratch.restart();
+    float *state = op.states + s.slots[b] * op.slot_stride + head * op.key_dim * op.value_dim;
+    int64_t begin = s.bounds[b], end = s.bounds[b + 1];
+    if (end - begin >= 4) return recur_many<T>(op, begin, end, head, state);
+    for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
 template <class T> void run(const DeltaRule &op, const Step &s, Team &team, int64_t index) {
@@ -1089,10 +1301,10 @@ int64_t scratch_bytes(const void *const *operations, int64_t count, const std::v
         if (kind_of(operations[i]) == CONVOLVE)
             bytes = std::max(bytes, as<Convolve>(operations[i]).width * 128 * 4 + 4096);
         if (kind_of(operations[i]) == DELTA_RULE)
-            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 8 + 4096);
+            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 4 * (2 * RECUR_TOKENS + 32) + 4096);
     }
     for (const Schedule &s : schedules)
-        bytes = std::max(bytes, s.most_rows * s.dim * 4 + 4 * Running::floats(s.most_rows, s.dim) + 4096);
+        bytes = std::max(bytes, s.most_rows * (s.dim * 5 + 8) + 4 * Running::floats(s.most_rows, s.dim) + 4096);
     return bytes;
 }
 
@@ -1196,7 +1408,7 @@ void pack_bytes(const uint8_t *weight, const float *scales, const float *least, 
 extern "C" {
 
 // Increased with every change of a signature or a struct.
-int64_t tenfold_interface() { return 2; }
+int64_t tenfold_interface() { return 3; }
 
 // Columns that are packed together: outputs are padded to a multiple of it, gated ones each half to half of it.
 int64_t tenfold_panel() { return PANEL; }

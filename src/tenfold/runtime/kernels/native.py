@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17")
 COMPILERS = ("c++", "g++", "clang++")
-INTERFACE = 2
+INTERFACE = 3
 """What ``tenfold_interface`` answers: a library of another one would be called with wrong arguments."""
 DTYPES = (torch.bfloat16, torch.float32)
 
