@@ -53,7 +53,7 @@ constexpr int SUB_BLOCK = 16;          // tokens whose keys lie side by side
 constexpr int TILE = 4 * LANES;        // tokens that are scored together
 constexpr int64_t CHUNK_ROWS = 96;     // rows of a product that make one piece of work
 constexpr int64_t QUERY_ROWS = 96;     // rows of queries (tokens times heads of a group) that make one piece
-constexpr int64_t GROUP = 32;          // inputs that share a scale in grouped weights
+constexpr int64_t GROUP = 32;          // inputs that share a scale in grouped weights and in quantised rows
 constexpr float LOWEST = -1e30f;       // a maximum over nothing: finite, so that differences of it are too
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -434,8 +434,9 @@ template <class T> void run(const SigmoidGate &op, const Step &s, Team &team, in
 //
 // INT8 weights are bytes q of which w = scale (q - 128), one scale for a column; in groups, every GROUP inputs have their
 // own, and INT4 ones are halves of bytes with w = scale q + least. Rows are quantised as they come, to signed bytes with
-// a scale for each group: with the sums s of their bytes, x w = (q x) scale + s least. A word has four inputs; of INT4
-// weights eight, the first four in the low halves.
+// a scale for every GROUP inputs whatever the weight's format: a few inputs are far larger than the others, which one
+// scale for all would round to little or nothing. With the sums s of a group's bytes, x w = (q x) scale + s least. A word
+// has four inputs; of INT4 weights eight, the first four in the low halves.
 
 struct Linear {
     int64_t kind;
@@ -443,7 +444,8 @@ struct Linear {
     const void *weight;
     const float *bias, *scales, *least;  // bias may be null; least is for INT4_GROUPS
     int64_t format, inputs, outputs, gated, activation, sampled, float_out;
-    // of a thread's team, for quantised weights: bytes [rows, inputs], scales and sums [rows, groups]
+    // of a thread's team, for quantised weights: bytes [rows, inputs], scales and sums of bytes [rows, groups]; beside
+    // INT8 weights a row's first sum is that of all its groups, each times its scale
     int8_t *bytes;
     float *row_scales, *row_sums;
 };
@@ -513,23 +515,34 @@ inline Vec to_float(IntVec v) { return __builtin_convertvector(v, Vec); }
 
 template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_t row, int64_t panel) {
     constexpr int64_t WORD = F == INT4_GROUPS ? 8 : 4;  // inputs in a word
-    int64_t group = F == INT8 ? op.inputs : GROUP, groups = op.inputs / group;
+    int64_t groups = ceiling(op.inputs, GROUP);
     const uint8_t *weight = static_cast<const uint8_t *>(op.weight) + panel * PANEL * op.inputs * 4 / WORD;
     const int8_t *x[M];
     for (int m = 0; m < M; m++) x[m] = op.bytes + (row + m) * op.inputs;
     Vec result[M][2] = {};
     for (int64_t g = 0; g < groups; g++) {
         IntVec total[M][2] = {};
-        for (int64_t k = g * group; k < (g + 1) * group; k += WORD, weight += PANEL * 4)
-            for (int v = 0; v < 2; v++) {
-                Quads q = quads(weight + v * LANES * 4);
-                if constexpr (F == INT4_GROUPS) {
-                    Quads low = low_halves(q), high = high_halves(q);
-                    for (int m = 0; m < M; m++)
-                        total[m][v] = add_quads(add_quads(total[m][v], x[m] + k, low), x[m] + k + 4, high);
-                } else
-                    for (int m = 0; m < M; m++) total[m][v] = add_quads(total[m][v], x[m] + k, q);
+        auto add = [&](auto inputs) {
+            for (int64_t k = g * GROUP; k < g * GROUP + inputs; k += WORD, weight += PANEL * 4) {
+                Quads q[2] = {quads(weight), quads(weight + LANES * 4)};
+                for (int m = 0; m < M; m++)
+                    for (int v = 0; v < 2; v++) {
+                        IntVec &sum = total[m][v];
+                        if constexpr (F == INT4_GROUPS)
+                            sum = add_quads(add_quads(sum, x[m] + k, low_halves(q[v])), x[m] + k + 4, high_halves(q[v]));
+                        else sum = add_quads(sum, x[m] + k, q[v]);
+                    }
             }
+        };
+        int64_t left = op.inputs - g * GROUP;  // below GROUP only in the last group of INT8
+        if (F != INT8 || left >= GROUP) add(std::integral_constant<int64_t, GROUP>());
+        else add(left);
+        if constexpr (F == INT8) {
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < 2; v++)
+                    result[m][v] += op.row_scales[(row + m) * groups + g] * to_float(total[m][v]);
+            continue;
+        }
         int64_t at = (panel * groups + g) * PANEL;
         for (int v = 0; v < 2; v++) {
             Vec scale = load(op.scales + at + v * LANES);
@@ -540,6 +553,12 @@ template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_
             }
         }
     }
+    if constexpr (F == INT8)
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < 2; v++) {
+                Vec scale = load(op.scales + panel * PANEL + v * LANES);
+                result[m][v] = (result[m][v] - 128.0f * op.row_sums[(row + m) * groups]) * scale;
+            }
     for (int m = 0; m < M; m++) finish<T>(op, row + m, panel, result[m][0], result[m][1]);
 }
 
@@ -552,24 +571,28 @@ template <int N, class F> inline void by_rows(int64_t row, int64_t end, F tile) 
 }
 
 template <class T> void quantise_row(const Linear &op, int64_t row) {
-    int64_t group = op.format == INT8 ? op.inputs : GROUP, groups = op.inputs / group;
+    int64_t groups = ceiling(op.inputs, GROUP);
     const T *x = op.x.row<T>(row);
+    float sum = 0;
     for (int64_t g = 0; g < groups; g++) {
+        int64_t begin = g * GROUP, end = std::min(op.inputs, begin + GROUP);
         Vec most = {};
-        for (int64_t i = g * group; i < (g + 1) * group; i += LANES) {
-            Vec v = load(x + i, (g + 1) * group - i);
+        for (int64_t i = begin; i < end; i += LANES) {
+            Vec v = load(x + i, end - i);
             most = larger(most, larger(v, -v));
         }
         float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
         int64_t total = 0;
         int8_t *bytes = op.bytes + row * op.inputs;
-        for (int64_t i = g * group; i < (g + 1) * group; i++) {
+        for (int64_t i = begin; i < end; i++) {
             bytes[i] = int8_t(std::nearbyint(to_float(x[i]) * inverse));
             total += bytes[i];
         }
         op.row_scales[row * groups + g] = scale;
         op.row_sums[row * groups + g] = float(total);
+        sum += scale * float(total);
     }
+    if (op.format == INT8) op.row_sums[row * groups] = sum;
 }
 
 template <class T> void run(const Linear &op, const Step &s, Team &team, int64_t index) {
