@@ -16,7 +16,7 @@ from tenfold.errors import ModelError
 from tenfold.models.hub import DEFAULT_MODEL
 from tenfold.models.loader import LoadedModel, load_model
 from tenfold.models.weights import Packing
-from tenfold.runtime.kernels import KEEP, packing
+from tenfold.runtime.kernels import KEEP, check_choices, packing
 from tenfold.runtime.runner import TorchRunner
 from tenfold.units import parse_bytes
 
@@ -90,6 +90,7 @@ def assemble(
         raise ModelError(f"depth must be 1, 2 or 3, not {depth}")
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ModelError(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {kv_cache_dtype!r}")
+    check_choices(kernels, quantize)
     kv_quantized = kv_cache_dtype == "int8"
     pool_bytes = parse_bytes(memory)
     if threads is not None:

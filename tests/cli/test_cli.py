@@ -129,6 +129,7 @@ def test_every_option_has_a_help_text() -> None:
         (("serve", "--port", "0", "--threads", "0"), "threads must be from 1 to "),
         (("generate", "--threads", "100000", "x"), "threads must be from 1 to "),
         (("chat", "--threads", "-1"), "threads must be from 1 to "),
+        (("serve", "--port", "0", "--quantize", "x"), "quantize must be one of int8, int8-groups, int4, gguf, not 'x'"),
     ],
 )
 def test_an_error_is_one_line(command, arguments: tuple[str, ...], message: str) -> None:
@@ -147,6 +148,8 @@ def test_generate(command, made) -> None:
     assert made[0]["memory"] == "1GiB" and made[0]["prefix_caching"] is True and made[0]["threads"] is None
     command("generate", "one", "--no-prefix-caching", "--threads", "1")
     assert made[1]["prefix_caching"] is False and made[1]["threads"] == 1
+    command("generate", "one", "--quantize", "gguf")
+    assert [each["quantize"] for each in made] == [None, None, "gguf"]
     status, out, _ = command("generate", "--chat", "hi", "--json")
     assert json.loads(out)["outputs"][0] == {
         "prompt": "hi",

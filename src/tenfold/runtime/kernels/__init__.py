@@ -18,7 +18,7 @@ from tenfold.models.quantise import GROUP, Format, Quantised, quantise
 from tenfold.models.weights import Packing
 from tenfold.runtime.kernels import native
 
-__all__ = ["CHOICES", "KEEP", "QUANTISATIONS", "obstacle", "packing"]
+__all__ = ["CHOICES", "KEEP", "QUANTISATIONS", "check_choices", "obstacle", "packing"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,9 @@ def packing(
     Raises:
         ModelError: another choice, or kernels that are asked for, themselves or for quantised weights, and cannot be.
     """
-    if choice not in CHOICES:
-        raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {choice!r}")
-    if quantize not in (None, *QUANTISATIONS, KEEP):
-        raise ModelError(f"quantize must be one of {', '.join((*QUANTISATIONS, KEEP))}, not {quantize!r}")
+    check_choices(choice, quantize)
     needed = choice == "native" or quantize is not None
     if choice == "reference":
-        if quantize is not None:
-            raise ModelError("quantised weights need the native kernels: leave out kernels='reference'")
         return None
     reason = obstacle(config, dtype, device, block_size)
     if reason is None:
@@ -83,6 +78,16 @@ def packing(
         return native.pack_quantised(quantise(weight, format), bias, gated=gated)
 
     return pack
+
+
+def check_choices(choice: str, quantize: str | None) -> None:
+    """Raise ModelError for choices that no model could be packed by, before one is looked for."""
+    if choice not in CHOICES:
+        raise ModelError(f"kernels must be one of {', '.join(CHOICES)}, not {choice!r}")
+    if quantize not in (None, *QUANTISATIONS, KEEP):
+        raise ModelError(f"quantize must be one of {', '.join((*QUANTISATIONS, KEEP))}, not {quantize!r}")
+    if choice == "reference" and quantize is not None:
+        raise ModelError("quantised weights need the native kernels: leave out kernels='reference'")
 
 
 def obstacle(config: Any, dtype: torch.dtype, device: torch.device, block_size: int) -> str | None:
