@@ -20,7 +20,6 @@ from tenfold.runtime.kernels import packing
 from tenfold.runtime.runner import TorchRunner
 from tenfold.units import parse_bytes
 
-
 KV_CACHE_DTYPES = ("auto", "int8")
 
 

@@ -55,7 +55,8 @@ _ATTENTION = _struct(
     "Attention",
     5,
     "query:r key:r value:r out:r query_head_stride:i heads:i kv_heads:i dim:i keys:p values:p page_stride:i"
-    " block_size:i key_scales:p value_scales:p scale_stride:i query_norm:p key_norm:p cosines:r sines:r rotary:i rounded:i epsilon:f scale:f",
+    " block_size:i key_scales:p value_scales:p scale_stride:i query_norm:p key_norm:p cosines:r sines:r rotary:i"
+    " rounded:i epsilon:f scale:f",
 )
 _CONVOLVE = _struct("Convolve", 6, "x:r out:r weight:p tails:p slot_stride:i tap_stride:i channels:i width:i")
 _DELTA_RULE = _struct(
