@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from support.checkpoints import make_checkpoint
+from support.programs import needs_compiler
 from tenfold import LLM, SamplingParams
 from tenfold.errors import EngineError, ModelError, RequestError, TenfoldError
 from tenfold.models.hub import DEFAULT_MODEL
@@ -24,6 +25,21 @@ def tiny(tmp_path_factory) -> LLM:
 @pytest.fixture(scope="module")
 def real() -> LLM:
     return LLM(DEFAULT_MODEL, memory="128MiB", progress=False)
+
+
+@needs_compiler
+def test_keys_and_values_as_bytes_fit_nearly_twice_the_tokens(real) -> None:
+    """The same text from half the memory, with sharing, forks and preemption as ever."""
+    small = LLM(DEFAULT_MODEL, memory="24MiB", kv_cache_dtype="int8", progress=False)
+    per_token = {llm: llm.engine.scheduler.spec.page_bytes for llm in (real, small)}
+    assert per_token[real] / per_token[small] == pytest.approx(2 * 64 / (64 + 4))
+    prompts = ["The capital of France is", "Water boils at 100 degrees", "The sun rises in the"] * 4
+    params = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
+    texts = [output.outputs[0].token_ids for output in small.generate(prompts, params, use_tqdm=False)]
+    assert small.stats()["preemptions"] > 0
+    assert small.tokenizer.decode(texts[0]).startswith(" Paris.")
+    alone = [small.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts[:3]]
+    assert [text[:8] for text in texts] == [text[:8] for text in alone * 4]
 
 
 def test_strings_token_ids_and_chats(real) -> None:
@@ -116,6 +132,10 @@ def test_text_needs_a_tokenizer_and_token_ids_do_not(tiny) -> None:
         {"depth": 9},
         {"device": "abacus"},
         {"max_batch_tokens": 0},
+        {"quantize": "int3"},
+        {"quantize": "int8", "kernels": "reference"},
+        {"kv_cache_dtype": "int2"},
+        {"kv_cache_dtype": "int8", "kernels": "reference"},
     ],
     ids=str,
 )

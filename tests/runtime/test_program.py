@@ -186,7 +186,7 @@ def test_other_widths_and_dtypes_do_not_share() -> None:
     program = new_program(torch.bfloat16)
     (x,) = feed(program, torch.randn(4, 32).bfloat16())
     weight = native.pack(torch.randn(32, 32).bfloat16())
-    program.linear(program.select_sampled(x), weight, sampled=True)
+    program.logits(program.select_sampled(x), weight)
     run(program, tokens_only(4))
     assert len({(m.shape, m.dtype) for m in memories(program)}) == 2
 
@@ -220,8 +220,8 @@ def test_a_step_that_samples_nothing(format: Format | None) -> None:
     (x,) = feed(program, torch.randn(4, 32))
     weight = torch.randn(50, 32)
     packed = native.pack(weight) if format is None else native.pack_quantised(quantise(weight, format))
-    chosen = program.norm(program.select_sampled(x), torch.ones(32), 1e-6, sampled=True)
-    program.linear(chosen, packed, sampled=True)
+    chosen = program.norm(program.select_sampled(x), torch.ones(32), 1e-6)
+    program.logits(chosen, packed)
     before = program.forward(tokens_only(4)).clone()
     assert program.forward(tokens_only(4, torch.empty(0, dtype=torch.int64))).shape == (0, 50)
     assert torch.equal(program.forward(tokens_only(4)), before)

@@ -46,6 +46,11 @@ class ElementType(StrEnum):
         return 4 if self is ElementType.FLOAT32 else 2
 
 
+class CacheType(StrEnum):
+    AUTO = "auto"
+    INT8 = "int8"
+
+
 def _size(help: str) -> Any:
     return typer.Option(help=help, metavar="SIZE", show_default=False)
 
@@ -66,6 +71,9 @@ def plan(
     dtype: Annotated[
         ElementType, typer.Option(help=DTYPE_HELP, metavar="bfloat16|float16|float32")
     ] = ElementType.BFLOAT16,
+    kv_cache_dtype: Annotated[
+        CacheType, typer.Option(help="What keys and values are kept in: the same, or bytes with scales (on a CPU).")
+    ] = CacheType.AUTO,
     verify: Annotated[bool, typer.Option("--verify", help=VERIFY_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for programs.")] = False,
 ) -> None:
@@ -76,14 +84,21 @@ def plan(
 
     description = describe(model)
     found = chosen_pool(description, dtype, pool, device, weights, reserve)
-    spec = ModelSpec.from_config(description.config, element_bytes=dtype.bytes, name=description.name)
+    spec = ModelSpec.from_config(
+        description.config,
+        element_bytes=dtype.bytes,
+        name=description.name,
+        kv_quantized=kv_cache_dtype is CacheType.INT8,
+    )
     capacity = plan_capacity(spec, found.bytes, context, block_size, native_context)
     admitted = verified(capacity) if verify else None
     if as_json:
         data = as_data(capacity, found, dtype.value, description.parameters)
+        data["kv_cache_dtype"] = kv_cache_dtype.value
         typer.echo(json.dumps(data if admitted is None else {**data, "verified_sessions": admitted}, indent=2))
         return
-    typer.echo(as_text(capacity, found, dtype.value))
+    kinds = dtype.value if kv_cache_dtype is CacheType.AUTO else f"{dtype.value}, keys and values in int8"
+    typer.echo(as_text(capacity, found, kinds))
     if admitted is not None:
         typer.echo(
             f"\nverified: the allocator admitted {admitted:,} sessions of {capacity.context:,} tokens and no more"

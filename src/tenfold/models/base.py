@@ -76,22 +76,23 @@ class Recorder(Protocol):
     def rotary(self, frequencies: Tensor, scaling: float) -> None:
         """Compute the angles of the step's positions, which every ``attention`` after it uses."""
 
-    def norm(self, x: Any, weight: Tensor, epsilon: float, *, rounded: bool = True, sampled: bool = False) -> Any:
-        """Root mean square normalisation, of the sampled rows only if ``sampled``.
+    def norm(self, x: Any, weight: Tensor, epsilon: float, *, rounded: bool = True) -> Any:
+        """Root mean square normalisation.
 
         With ``rounded`` the normalised value is rounded to the compute dtype before ``weight`` meets it.
         """
 
     def select_sampled(self, x: Any) -> Any:
-        """The rows of the tokens that are sampled from."""
+        """The rows of the tokens that are sampled from; what is made of them has no others."""
 
-    def linear(
-        self, x: Any, weight: Any, *, add_to: Any = None, activation: str = "silu", sampled: bool = False
-    ) -> Any:
+    def linear(self, x: Any, weight: Any, *, add_to: Any = None, activation: str = "silu") -> Any:
         """The product with a packed weight, plus its bias; added to ``add_to`` in place if that is given.
 
-        A weight that was packed as gated makes ``activation(gate) * up``. With ``sampled`` it makes the logits.
+        A weight that was packed as gated makes ``activation(gate) * up``.
         """
+
+    def logits(self, x: Any, weight: Any) -> Any:
+        """The product that the forward pass is there for, of rows that were selected, in float32."""
 
     def attention(
         self,

@@ -119,9 +119,9 @@ class RMSNorm:
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * wide.to(x.dtype)
 
-    def record(self, step: Recorder, x: Any, *, sampled: bool = False) -> Any:
+    def record(self, step: Recorder, x: Any) -> Any:
         """Write the normalisation down."""
-        return step.norm(x, self.weight, self.epsilon, rounded=True, sampled=sampled)
+        return step.norm(x, self.weight, self.epsilon, rounded=True)
 
     def of_heads(self) -> HeadNorm:
         """The normalisation of heads as a part of recorded attention."""

@@ -114,9 +114,10 @@ class Layer:
         x = x + self.attention(self.input_norm(x), angles, step)
         return x + self.mlp(self.mlp_norm(x))
 
-    def record(self, step: Recorder, x: Any) -> Any:
-        """Write the layer down."""
+    def record(self, step: Recorder, x: Any, last: bool) -> Any:
+        """Write the layer down; behind the attention of the last one, only what is sampled from matters."""
         x = self.attention.record(step, self.input_norm.record(step, x), add_to=x)
+        x = step.select_sampled(x) if last else x
         return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
@@ -159,6 +160,5 @@ class Llama:
         x = recorder.embed(self.embedding.weight)
         recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
         for layer in self.layers:
-            x = layer.record(recorder, x)
-        x = self.norm.record(recorder, recorder.select_sampled(x), sampled=True)
-        recorder.linear(x, self.head.packed, sampled=True)
+            x = layer.record(recorder, x, last=layer is self.layers[-1])
+        recorder.logits(self.norm.record(recorder, x), self.head.packed)

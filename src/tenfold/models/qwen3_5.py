@@ -52,9 +52,9 @@ class ZeroCentredNorm:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.weight).to(x.dtype)
 
-    def record(self, step: Recorder, x: Any, *, sampled: bool = False) -> Any:
+    def record(self, step: Recorder, x: Any) -> Any:
         """Write the normalisation down."""
-        return step.norm(x, self.weight, self.epsilon, rounded=False, sampled=sampled)
+        return step.norm(x, self.weight, self.epsilon, rounded=False)
 
     def of_heads(self) -> HeadNorm:
         """The normalisation of heads as a part of recorded attention."""
@@ -202,11 +202,12 @@ class Layer:
             x = x + self.delta_net(normed, step)
         return x + self.mlp(self.mlp_norm(x))
 
-    def record(self, step: Recorder, x: Any) -> Any:
-        """Write the layer down."""
+    def record(self, step: Recorder, x: Any, last: bool) -> Any:
+        """Write the layer down; behind the mixer of the last one, only what is sampled from matters."""
         mixer = self.attention or self.delta_net
         assert mixer is not None
         x = mixer.record(step, self.input_norm.record(step, x), add_to=x)
+        x = step.select_sampled(x) if last else x
         return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
@@ -253,9 +254,8 @@ class Qwen3_5:
         x = recorder.embed(self.embedding.weight)
         recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
         for layer in self.layers:
-            x = layer.record(recorder, x)
-        x = self.norm.record(recorder, recorder.select_sampled(x), sampled=True)
-        recorder.linear(x, self.head.packed, sampled=True)
+            x = layer.record(recorder, x, last=layer is self.layers[-1])
+        recorder.logits(self.norm.record(recorder, x), self.head.packed)
 
 
 def heads(x: Tensor, size: int) -> Tensor:

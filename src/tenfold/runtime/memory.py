@@ -65,10 +65,10 @@ class ArenaMemory:
         if model.kv_quantized:
             scales, at = self.data.view(torch.float32), offset // FLOAT32_BYTES
             for layer in model.attention:
-                shape = (spec.num_pages, layer.kv_heads, spec.block_size)
-                strides = (spec.page_bytes // FLOAT32_BYTES, spec.block_size, 1)
                 for views in (self.key_scales, self.value_scales):
-                    views.append(scales.as_strided(shape, strides, at))
+                    of_page = (spec.num_pages, layer.kv_heads, spec.block_size)
+                    places = (spec.page_bytes // FLOAT32_BYTES, spec.block_size, 1)
+                    views.append(scales.as_strided(of_page, places, at))
                     at += layer.kv_heads * spec.block_size
         self.states: list[Tensor] = []
         self.tails: list[Tensor] = []

@@ -55,7 +55,8 @@ _ATTENTION = _struct(
     "Attention",
     5,
     "query:r key:r value:r out:r query_head_stride:i heads:i kv_heads:i dim:i keys:p values:p page_stride:i"
-    " block_size:i key_scales:p value_scales:p scale_stride:i query_norm:p key_norm:p cosines:r sines:r rotary:i rounded:i epsilon:f scale:f",
+    " block_size:i key_scales:p value_scales:p scale_stride:i query_norm:p key_norm:p cosines:r sines:r rotary:i"
+    " rounded:i epsilon:f scale:f",
 )
 _CONVOLVE = _struct("Convolve", 6, "x:r out:r weight:p tails:p slot_stride:i tap_stride:i channels:i width:i")
 _DELTA_RULE = _struct(
@@ -88,6 +89,8 @@ class _Buffer:
 
     width: int
     dtype: torch.dtype
+    sampled: bool = False
+    """It has a row for each token that is sampled from, and not for every token."""
     last: int = 0
     """The last operation that touches it."""
     memory: Tensor | None = None
@@ -160,18 +163,16 @@ class Program:
             _ANGLES, angles, {"half": half, "scaling": scaling}, {"frequencies": frequencies.float().contiguous()}
         )
 
-    def norm(
-        self, x: Activation, weight: Tensor, epsilon: float, *, rounded: bool = True, sampled: bool = False
-    ) -> Activation:
+    def norm(self, x: Activation, weight: Tensor, epsilon: float, *, rounded: bool = True) -> Activation:
         """Root mean square normalisation; with ``rounded`` the normalised value is rounded before the weight."""
-        out = self._buffer(x.width)
-        values = {"width": x.width, "epsilon": epsilon, "rounded": rounded, "sampled": sampled}
+        out = self._buffer(x.width, like=x)
+        values = {"width": x.width, "epsilon": epsilon, "rounded": rounded, "sampled": x.buffer.sampled}
         self._record(_NORM, {"x": x, "out": out}, values, {"weight": weight.float().contiguous()})
         return out
 
     def select_sampled(self, x: Activation) -> Activation:
-        """The rows of the tokens that are sampled from."""
-        out = self._buffer(x.width)
+        """The rows of the tokens that are sampled from; what is made of them has no others."""
+        out = Activation(_Buffer(x.width, self.dtype, sampled=True), 0, x.width)
         self._record(_SELECT, {"x": x, "out": out}, {"width": x.width})
         return out
 
@@ -182,16 +183,35 @@ class Program:
         *,
         add_to: Activation | None = None,
         activation: str = "silu",
-        sampled: bool = False,
     ) -> Activation:
         """The product with a packed weight, plus its bias.
 
         ``add_to`` is an activation that the product is added to, in place. A gated weight makes
-        ``activation(gate) * up``. With ``sampled`` the rows are those of ``select_sampled``, and float32.
+        ``activation(gate) * up``.
         """
+        out = add_to or self._buffer(weight.outputs, like=x)
+        self._multiply(x, weight, out, add_to, activation)
+        return out
+
+    def logits(self, x: Activation, weight: PackedWeight) -> Activation:
+        """The product that ``forward`` returns, of rows that were selected, in float32."""
+        out = Activation(_Buffer(weight.outputs, torch.float32, sampled=True), 0, weight.outputs)
+        self._multiply(x, weight, out)
+        self._result = out
+        return out
+
+    def _multiply(
+        self,
+        x: Activation,
+        weight: PackedWeight,
+        out: Activation,
+        add_to: Activation | None = None,
+        activation: str = "silu",
+    ) -> None:
         if x.width != weight.inputs:
             raise ValueError(f"{x.width} columns meet a weight of {weight.inputs} inputs")
-        out = add_to or self._buffer(weight.outputs, torch.float32 if sampled else self.dtype)
+        if x.buffer.sampled != out.buffer.sampled:
+            raise ValueError("rows that were selected meet rows of all tokens")
         rows = {"x": x, "out": out} | ({"residual": add_to} if add_to is not None else {})
         values = {
             "format": int(weight.format),
@@ -199,14 +219,11 @@ class Program:
             "outputs": weight.outputs,
             "gated": weight.gated,
             "activation": ACTIVATIONS.index(activation),
-            "sampled": sampled,
-            "float_out": sampled,
+            "sampled": x.buffer.sampled,
+            "float_out": out.buffer.dtype != self.dtype,
         }
         tensors = {"weight": weight.data, "bias": weight.bias, "scales": weight.scales, "least": weight.least}
         self._record(_LINEAR, rows, values, tensors)
-        if sampled:
-            self._result = out
-        return out
 
     def attention(
         self,
@@ -400,8 +417,8 @@ class Program:
 
     # What recording and running share
 
-    def _buffer(self, width: int, dtype: torch.dtype | None = None) -> Activation:
-        return Activation(_Buffer(width, dtype or self.dtype), 0, width)
+    def _buffer(self, width: int, like: Activation | None = None) -> Activation:
+        return Activation(_Buffer(width, self.dtype, like is not None and like.buffer.sampled), 0, width)
 
     def _record(
         self,
