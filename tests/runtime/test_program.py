@@ -20,11 +20,12 @@ from support.programs import (
     memories,
     needs_compiler,
     new_program,
+    poisoned_memory,
     result,
     run,
     tokens_only,
 )
-from tenfold.core import CacheSpec, ModelSpec
+from tenfold.core import AttentionLayer, CacheSpec, ModelSpec
 from tenfold.models.loader import LoadedModel, load_model
 from tenfold.models.quantise import Format, dequantise, quantise
 from tenfold.runtime import program as program_module
@@ -225,6 +226,20 @@ def test_a_step_that_samples_nothing(format: Format | None) -> None:
     before = program.forward(tokens_only(4)).clone()
     assert program.forward(tokens_only(4, torch.empty(0, dtype=torch.int64))).shape == (0, 50)
     assert torch.equal(program.forward(tokens_only(4)), before)
+
+
+def test_weights_count_once_and_the_arena_not() -> None:
+    memory = poisoned_memory([AttentionLayer(1, 16)], torch.float32)
+    program = new_program(torch.float32, memory)
+    table = torch.zeros(10, 48)
+    packed = native.pack(torch.ones(48, 48), torch.ones(48))
+    x = program.embed(table)
+    program.rotary(torch.ones(8), 1.0)
+    for _ in range(2):
+        mixed = program.linear(x, packed)
+        program.attention(0, *mixed.split([16, 16, 16]), head_dim=16, scale=1.0)
+    assert packed.bias is not None
+    assert program.weight_bytes == table.nbytes + packed.nbytes + packed.bias.nbytes + 8 * 4
 
 
 def test_profile() -> None:
