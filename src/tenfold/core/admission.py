@@ -43,18 +43,20 @@ def refuse_impossible(request: Request, spec: CacheSpec) -> None:
         )
 
 
-def may_start(seq: Sequence, match: Match, cache: Cache, policy: Policy, prefilling: Iterable[Sequence]) -> bool:
+def may_start(
+    seq: Sequence, match: Match, cache: Cache, policy: Policy, prefilling: Iterable[Sequence], followers: int = 0
+) -> bool:
     """Whether all known tokens of ``seq`` fit beside what running sequences were promised.
 
-    Promised are the blocks that running prefills still lack for tokens they already have, and the policy's headroom
-    for growth. Counting the whole prompt rather than its first chunk is what keeps a request from being admitted only
+    Promised are the blocks that running prefills still lack for tokens they already have, the states of ``followers``
+    that have yet to branch off, and the policy's headroom for growth, theirs included. Counting the whole prompt rather than its first chunk is what keeps a request from being admitted only
     to be preempted half-way.
     """
     if not cache.holders:
         return True
     spec = cache.spec
     growing = sum(len(other.table) < spec.blocks_for(other.limit - 1) for other in cache.holders.values())
-    promised = policy.headroom(growing)
+    promised = policy.headroom(growing + followers) + followers * spec.slot_pages
     for other in prefilling:
         promised += spec.blocks_for(other.known) - len(other.table)
     return cache.fits(seq, match, seq.known, promised)

@@ -55,7 +55,7 @@ class Scheduler:
         self.joins = Joins(self.cache)
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
-        self.leading: dict[int, Sequence] = {}
+        self.leading: dict[int, Sequence] = {}  # running sequences whose followers have yet to branch off
         self.inflight: deque[StepPlan] = deque()
         self.step = 0
         self.preemptions = 0
@@ -67,9 +67,15 @@ class Scheduler:
         """Sequences that hold memory, by id, in order of admission."""
         return self.cache.holders
 
+    @property
+    def promised(self) -> int:
+        """Rows kept for samples that have yet to branch off sequences that run."""
+        return sum(len(leader.followers) for leader in self.leading.values())
+
     def submit(self, request: Request, *samples: Request) -> None:
         """Queue a request; further ``samples`` of the same prompt branch off when it is computed.
 
+        They are admitted together, or all wait. Only more of them than there are rows run in parts.
         Beam search needs ``beam_width`` requests in all, one for each beam. The texts come back under the first
         ``n``, all their tokens at once.
 
@@ -82,7 +88,7 @@ class Scheduler:
         if request.params.use_beam_search:
             BeamSearch.of(seq, others)
         else:
-            self._lead(seq, others)
+            seq.followers = others
         self.live.update((each.id, each) for each in (seq, *others))
         self._enqueue(seq)
 
@@ -106,13 +112,13 @@ class Scheduler:
         elif seq in self.waiting:
             self._dequeue(seq)
         elif seq.search is None:
-            leader = next(each for each in self.leading.values() if seq in each.followers)
-            self._lead(leader, [each for each in leader.followers if each is not seq])
+            leader = next(each for each in (*self.leading.values(), *self.waiting) if seq in each.followers)
+            leader.followers.remove(seq)
+            if not leader.followers:
+                self.leading.pop(leader.id, None)
         if seq.followers:
-            heir, *others = seq.followers
-            self._lead(seq, [])
-            self._lead(heir, others)
-            self._enqueue(heir)
+            self._enqueue_group(seq.followers)
+            seq.followers = []
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before an outcome comes back."""
@@ -229,15 +235,23 @@ class Scheduler:
 
     def _admit(self, budget: int, work: list[Work], entries: list[Entry], prefilling: list[Sequence]) -> None:
         """Waiting sequences enter in order while they fit. Nobody overtakes the head of the queue, except one that
-        waits for a checkpoint that a running sequence is about to reach."""
+        waits for a checkpoint that a running sequence is about to reach.
+
+        A sequence enters only when its followers find rows too, or, if there are more of them than rows, when all are
+        free: otherwise the first samples of many prompts would take every row, and the others share nothing.
+        """
         at = 0
-        while budget and at < len(self.waiting) and self._rows:
+        promised = self.promised if self.waiting else 0
+        while budget and at < len(self.waiting) and promised < len(self._rows):
             seq = self.waiting[at]
             match = self.cache.match(seq)
             if self.joins.awaits(seq, match):
                 at += 1
                 continue
-            if not may_start(seq, match, self.cache, self.policy, prefilling):
+            followers = len(seq.followers)
+            if promised + min(1 + followers, self.max_sequences) > len(self._rows):
+                break
+            if not may_start(seq, match, self.cache, self.policy, prefilling, promised + followers):
                 break
             entered = self._enter(seq, match, budget)
             if entered is None and not self.running:
@@ -249,6 +263,7 @@ class Scheduler:
             work.append(first)
             self.cache.publish(seq)
             prefilling.append(seq)
+            promised += followers
             budget -= first.length
 
     def _enter(self, seq: Sequence, match: Match, budget: int) -> tuple[Entry, Work] | None:
@@ -262,24 +277,26 @@ class Scheduler:
             return None
         self._dequeue(seq)
         seq.row = heapq.heappop(self._rows)
+        if seq.followers:
+            self.leading[seq.id] = seq
         self.joins.watch(seq, marks)
         return self._entry(seq, tuple(seq.tokens[:start])), self._issue(seq, count, 0)
 
     def _branch(self, entries: list[Entry]) -> None:
-        """Samples of a prompt branch off in the step that computes its end; those that find no room queue up, and will
-        find the prompt cached."""
+        """Samples of a prompt branch off in the step that computes its end; those that find no room queue up together,
+        and the first of them leads the others."""
         for seq in list(self.leading.values()):
-            if seq.id not in self.running or seq.issued < len(seq.tokens):
+            if seq.issued < len(seq.tokens):
                 continue
-            followers = seq.followers
-            self._lead(seq, [])
-            for child in followers:
-                if not self._rows or not self.cache.fork(seq, child, defer=True):
-                    self._enqueue(child)
-                    continue
+            del self.leading[seq.id]
+            followers, seq.followers = seq.followers, []
+            while followers and self._rows and self.cache.fork(seq, followers[0], defer=True):
+                child, *followers = followers
                 child.row = heapq.heappop(self._rows)
                 child.pending, child.reused = 1, seq.reused
                 entries.append(self._entry(child, tuple(child.tokens), seq.row))
+            if followers:
+                self._enqueue_group(followers)
 
     def _entry(self, seq: Sequence, reused: tuple[int, ...], source: int = -1) -> Entry:
         request = seq.request
@@ -326,7 +343,7 @@ class Scheduler:
         child.tokens = parent.tokens[:]
         child.keys = list(parent.keys)
         child.reused = parent.reused
-        if self._rows and self.cache.fork(parent, child, defer=False):
+        if len(self._rows) > self.promised and self.cache.fork(parent, child, defer=False):
             child.row = heapq.heappop(self._rows)
             self._forked.append(child)
         return child
@@ -384,20 +401,19 @@ class Scheduler:
 
     def _retire(self, seq: Sequence, keep: bool = True) -> None:
         self.joins.unwatch(seq)
+        self.leading.pop(seq.id, None)
         self.cache.release(seq, keep)
         heapq.heappush(self._rows, seq.row)
         seq.row = NO_ROW
 
-    def _lead(self, seq: Sequence, followers: list[Sequence]) -> None:
-        seq.followers = followers
-        if followers:
-            self.leading[seq.id] = seq
-        else:
-            self.leading.pop(seq.id, None)
-
     def _enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=self.policy.order)
         self.joins.expect(seq)
+
+    def _enqueue_group(self, group: list[Sequence]) -> None:
+        """Samples of one prompt wait; the first stands in the queue for all."""
+        leader, *leader.followers = group
+        self._enqueue(leader)
 
     def _dequeue(self, seq: Sequence) -> None:
         self.waiting.remove(seq)
