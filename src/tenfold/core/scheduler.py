@@ -11,7 +11,7 @@ import heapq
 from bisect import insort
 from collections import deque
 
-from tenfold.core.admission import may_start, refuse_impossible
+from tenfold.core.admission import Promises, refuse_impossible
 from tenfold.core.beam import BeamSearch
 from tenfold.core.cache import NOTHING, Cache, Match
 from tenfold.core.joins import Joins
@@ -240,18 +240,20 @@ class Scheduler:
         A sequence enters only when its followers find rows too, or, if there are more of them than rows, when all are
         free: otherwise the first samples of many prompts would take every row, and the others share nothing.
         """
+        if not self.waiting or not self._rows:
+            return
         at = 0
-        promised = self.promised if self.waiting else 0
-        while budget and at < len(self.waiting) and promised < len(self._rows):
+        kept = self.promised
+        promises = Promises(self.cache, self.policy, prefilling, kept)
+        while budget and at < len(self.waiting) and kept < len(self._rows):
             seq = self.waiting[at]
             match = self.cache.match(seq)
             if self.joins.awaits(seq, match):
                 at += 1
                 continue
-            followers = len(seq.followers)
-            if promised + min(1 + followers, self.max_sequences) > len(self._rows):
+            if kept + min(1 + len(seq.followers), self.max_sequences) > len(self._rows):
                 break
-            if not may_start(seq, match, self.cache, self.policy, prefilling, promised + followers):
+            if not promises.leave_room(seq, match):
                 break
             entered = self._enter(seq, match, budget)
             if entered is None and not self.running:
@@ -262,8 +264,8 @@ class Scheduler:
             entries.append(entry)
             work.append(first)
             self.cache.publish(seq)
-            prefilling.append(seq)
-            promised += followers
+            promises.add(seq)
+            kept += len(seq.followers)
             budget -= first.length
 
     def _enter(self, seq: Sequence, match: Match, budget: int) -> tuple[Entry, Work] | None:
