@@ -15,7 +15,7 @@ from tenfold.core.admission import Promises, refuse_impossible
 from tenfold.core.beam import BeamSearch
 from tenfold.core.cache import NOTHING, Cache, Match
 from tenfold.core.joins import Joins
-from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, Work
+from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, TokenLogprobs, Work
 from tenfold.core.policy import FirstComeFirstServed, Policy
 from tenfold.core.sequence import NO_ROW, Sequence
 from tenfold.core.spec import CacheSpec
@@ -155,17 +155,28 @@ class Scheduler:
             raise RuntimeError(f"outcome of step {outcome.step} where step {plan.step} was due")
         events: list[TokenEvent] = []
         live, size = self.live, self.spec.block_size
+        tokens, logprobs = outcome.tokens, outcome.logprobs
         sampled = -1  # index of the latest sample in the outcome, void or not
-        for w in plan.work:
-            sampled += w.sample
-            seq = live.get(w.sequence)
-            if seq is None or seq.epoch != w.epoch:
+        for _, number, epoch, start, length, _, _, _, sample in plan.work:
+            sampled += sample
+            seq = live.get(number)
+            if seq is None or seq.epoch != epoch:
                 continue  # finished, cancelled or preempted since
-            seq.committed = end = w.start + w.length
-            if w.sample:
-                if not end % size:
-                    self.cache.publish(seq)
-                self._take(seq, outcome, sampled, events)
+            seq.committed = end = start + length
+            if not sample:
+                continue
+            if not end % size:
+                self.cache.publish(seq)
+            if seq.search is not None:
+                self._search(seq, logprobs[sampled] if logprobs else None, events)
+                continue
+            # What _take does, without a call for each token.
+            token, chosen = tokens[sampled], logprobs[sampled] if logprobs else None
+            seq.pending -= 1
+            seq.tokens.append(token)
+            over = end + 1 >= seq.limit or token in seq.stop_token_ids
+            reason = self._end(seq, token) if over else None
+            events.append(new(TokenEvent, (number, token, reason, chosen, seq.reused, None)))
         for entry in plan.entries:
             if entry.source < 0:
                 continue
@@ -173,35 +184,35 @@ class Scheduler:
             seq = live.get(entry.sequence)
             if seq is not None and seq.epoch == entry.epoch:
                 seq.committed = max(seq.committed, entry.prompt_length)
-                self._take(seq, outcome, sampled, events)
+                events.append(self._take(seq, tokens[sampled], logprobs[sampled] if logprobs else None))
         return events
 
-    def _take(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+    def _take(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         """Append a sampled token; end the sequence if it was its last."""
-        if seq.search is not None:
-            self._search(seq, outcome, sampled, events)
-            return
-        token = outcome.tokens[sampled]
         seq.pending -= 1
         seq.tokens.append(token)
-        length = len(seq.tokens)
-        reason = None
-        if token in seq.request.stop_token_ids and length > seq.min_length:
+        over = len(seq.tokens) >= seq.limit or token in seq.stop_token_ids
+        reason = self._end(seq, token) if over else None
+        return TokenEvent(seq.id, token, reason, logprobs, seq.reused)
+
+    def _end(self, seq: Sequence, token: int) -> FinishReason | None:
+        """End a sequence whose latest ``token`` may be its last; None if it has to go on."""
+        if token in seq.stop_token_ids and len(seq.tokens) > seq.min_length:
             reason = FinishReason.STOP
-        elif length >= seq.limit:
+        elif len(seq.tokens) >= seq.limit:
             reason = FinishReason.LENGTH
-        logprobs = outcome.logprobs[sampled] if outcome.logprobs else None
-        events.append(new(TokenEvent, (seq.request.id, token, reason, logprobs, seq.reused, None)))
-        if reason:
-            del self.live[seq.id]
-            self._retire(seq)
+        else:
+            return None
+        del self.live[seq.id]
+        self._retire(seq)
+        return reason
 
     def _decode(self, work: list[Work], prefilling: list[Sequence], preempted: list[int]) -> int:
         """Everyone's next token; who lacks more than one token is listed in ``prefilling``. Returns the budget left.
 
         This loop is the cost of a step, which does not depend on context length.
         """
-        budget, size, running = self.max_batch_tokens, self.spec.block_size, self.running
+        size, running = self.spec.block_size, self.running
         for seq in list(running.values()):
             start, pending = seq.issued, seq.pending
             known = len(seq.tokens) + pending
@@ -210,7 +221,7 @@ class Scheduler:
                     prefilling.append(seq)
                 continue
             gained: tuple[int, ...] = ()
-            if seq.shared_tail or start == len(seq.table) * size:
+            if not start % size or seq.shared_tail:
                 had = len(seq.table)
                 if seq.id not in running or not self._make_room(seq, start + 1, preempted):
                     continue
@@ -218,11 +229,10 @@ class Scheduler:
             elif preempted and seq.id not in running:
                 continue
             inputs = () if pending else (seq.tokens[start],)
-            work.append(new(Work, (seq.row, seq.request.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
+            work.append(new(Work, (seq.row, seq.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
             seq.issued = known
             seq.pending = pending + seq.draws
-            budget -= 1
-        return budget
+        return self.max_batch_tokens - len(work)
 
     def _prefill(self, seq: Sequence, budget: int, work: list[Work], preempted: list[int]) -> int:
         count = self.policy.chunk(seq, budget)
@@ -307,10 +317,9 @@ class Scheduler:
         stop = request.stop_token_ids
         return Entry(seq.row, seq.id, seq.epoch, prompt, request.params, stop, reused, source, candidates)
 
-    def _search(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+    def _search(self, seq: Sequence, candidates: TokenLogprobs | None, events: list[TokenEvent]) -> None:
         """A beam came back; with the last of them the search takes a step."""
         search = seq.search
-        candidates = outcome.logprobs[sampled] if outcome.logprobs else None
         if search is None or candidates is None:
             raise RuntimeError("the runner returned no candidates for a beam")
         search.arrived[seq.id] = candidates
@@ -414,7 +423,8 @@ class Scheduler:
 
     def _enqueue_group(self, group: list[Sequence]) -> None:
         """Samples of one prompt wait; the first stands in the queue for all."""
-        leader, *leader.followers = group
+        leader, *followers = group
+        leader.followers = followers
         self._enqueue(leader)
 
     def _dequeue(self, seq: Sequence) -> None:
