@@ -139,8 +139,8 @@ def saved_share(
 ) -> float:
     """Serve requests of ``width`` sequences, and compare tables with pages in every step.
 
-    A request is submitted when there are rows for all of its sequences. In a longer queue, without prefix caching, the
-    first samples of other requests would take these rows, and samples that come late share nothing.
+    A request is submitted when there are rows for all of its sequences. The scheduler keeps rows for samples, but not
+    for beams: in a longer queue, without prefix caching, the first beams of other searches would take theirs.
     """
     ahead = submissions[::-1]
     alone = shared = 0

@@ -140,3 +140,72 @@ def test_rows_bound_how_many_run() -> None:
     assert entered(serving.step()) == [0, 1]
     assert entered(serving.step()) == []
     assert entered(serving.step()) == [2]
+
+
+def samples(first: int, prompt: int, max_tokens: int, count: int) -> list[Request]:
+    """Requests for one prompt, which no other number starts with."""
+    tokens = (first, *(i % 3 for i in range(prompt - 1)))
+    params = SamplingParams(max_tokens=max_tokens)
+    return [Request(first + i, tokens, max_tokens, params) for i in range(count)]
+
+
+def test_samples_of_a_prompt_share_it_however_many_prompts_wait() -> None:
+    """A hundred prompts of three blocks, four samples each, on ten rows and without prefix caching."""
+    serving = Serving(CacheSpec(4, 120), rows=10)
+    groups = [samples(4 * number, 12, 6, 4) for number in range(100)]
+    for group in groups:
+        serving.scheduler.submit(*group)
+    order, alone, taken = [], 0, 0
+    while serving.scheduler.live:
+        plan = serving.step()
+        order += sorted(entered(plan))
+        alone += sum(len(seq.table) for seq in serving.scheduler.running.values())
+        taken += 120 - serving.scheduler.cache.arena.free
+    assert order == sorted(order), "groups enter in the order of arrival, each with all its samples"
+    assert 1 - taken / alone > 0.4, "of 5 blocks each, 3 are shared by four: 45% saved at the end"
+    assert serving.text == {each.id: reference(each, False) for group in groups for each in group}
+    assert serving.scheduler.preemptions == 0
+
+
+def test_a_group_waits_until_there_are_rows_for_all_and_is_not_overtaken() -> None:
+    serving = Serving(CacheSpec(4, 64), rows=4)
+    serving.scheduler.submit(request(0, 4, 2))
+    serving.scheduler.submit(request(1, 4, 4))
+    serving.scheduler.submit(*samples(2, 4, 3, 3))
+    serving.scheduler.submit(request(5, 4, 1))
+    steps = []
+    while serving.scheduler.live:
+        steps.append(sorted(entered(serving.step())))
+    assert steps == [[0, 1], [], [2, 3, 4], [], [5]], "two rows are free while 0 and 1 run"
+
+
+def test_rows_are_kept_for_samples_until_their_prompt_is_computed() -> None:
+    serving = Serving(CacheSpec(4, 64), budget=4, rows=4)
+    serving.scheduler.submit(*samples(0, 12, 3, 3))
+    serving.scheduler.submit(*samples(3, 2, 1, 2))
+    serving.scheduler.submit(request(5, 2, 1))
+    assert [entered(serving.step()) for _ in range(3)] == [[0], [], [1, 2]]
+
+
+@pytest.mark.parametrize("spec", [CacheSpec(4, 64), CacheSpec(4, 64, slot_pages=3)])
+def test_more_samples_than_rows_run_in_parts(spec: CacheSpec) -> None:
+    serving = Serving(spec, rows=3)
+    requests = [request(0, 4, 3), *samples(1, 8, 3, 8), request(9, 4, 3)]
+    serving.scheduler.submit(requests[0])
+    serving.scheduler.submit(*requests[1:9])
+    serving.scheduler.submit(requests[9])
+    parts = []
+    while serving.scheduler.live:
+        parts.append(sorted(entered(serving.step())))
+    assert [part for part in parts if part] == [[0], [1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert serving.text == {each.id: reference(each, bool(spec.slot_pages)) for each in requests}
+
+
+def test_states_are_promised_to_samples_that_have_yet_to_branch_off() -> None:
+    """Four slots of three pages fit, two are in use, and each of the three samples needs one."""
+    serving = Serving(CacheSpec(block_size=4, num_pages=16, slot_pages=3))
+    serving.scheduler.submit(request(0, 2, 3))
+    serving.scheduler.submit(request(1, 2, 3))
+    serving.scheduler.submit(*samples(2, 4, 2, 3))
+    assert [entered(serving.step()) for _ in range(4)] == [[0, 1], [], [], [2, 3, 4]]
+    assert serving.scheduler.cache.failures == {"blocks": 0, "slots": 0}

@@ -71,11 +71,13 @@ def serve(
 
     def load() -> Served:
         from tenfold.assembly import assemble
+        from tenfold.engine.engine import COLLECTOR
 
         assembly = assemble(model, max_queue=max_queue_requests, profile=profile, profile_limit=profile_limit, **engine)
         # Full collections would walk everything that was loaded, again and again, in the middle of a step.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*COLLECTOR)
         return Served(assembly.engine, assembly.loaded.require_tokenizer(), assembly.loaded.name)
 
     bound = listener.getsockname()[1]

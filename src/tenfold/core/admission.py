@@ -43,18 +43,35 @@ def refuse_impossible(request: Request, spec: CacheSpec) -> None:
         )
 
 
-def may_start(seq: Sequence, match: Match, cache: Cache, policy: Policy, prefilling: Iterable[Sequence]) -> bool:
-    """Whether all known tokens of ``seq`` fit beside what running sequences were promised.
+class Promises:
+    """What running sequences may still take: pages that nobody else is admitted on.
 
-    Promised are the blocks that running prefills still lack for tokens they already have, and the policy's headroom
-    for growth. Counting the whole prompt rather than its first chunk is what keeps a request from being admitted only
-    to be preempted half-way.
+    Those are the blocks that prefills still lack for tokens they already have, the states of ``followers`` that have
+    yet to branch off, and the policy's headroom for growth, theirs included. Counting whole prompts rather than their
+    first chunks is what keeps a request from being admitted only to be preempted half-way.
     """
-    if not cache.holders:
-        return True
-    spec = cache.spec
-    growing = sum(len(other.table) < spec.blocks_for(other.limit - 1) for other in cache.holders.values())
-    promised = policy.headroom(growing)
-    for other in prefilling:
-        promised += spec.blocks_for(other.known) - len(other.table)
-    return cache.fits(seq, match, seq.known, promised)
+
+    def __init__(self, cache: Cache, policy: Policy, prefilling: Iterable[Sequence], followers: int) -> None:
+        self.cache = cache
+        self.policy = policy
+        size = cache.spec.block_size
+        self.growing = sum(len(seq.table) * size < seq.limit - 1 for seq in cache.holders.values()) + followers
+        self.lacking = sum(map(self._lack, prefilling)) + followers * cache.spec.slot_pages
+
+    def leave_room(self, seq: Sequence, match: Match) -> bool:
+        """Whether all known tokens of ``seq`` and the states of its followers fit beside what is promised."""
+        if not self.cache.holders:
+            return True
+        followers = len(seq.followers)
+        headroom = self.policy.headroom(self.growing + followers)
+        promised = self.lacking + headroom + followers * self.cache.spec.slot_pages
+        return self.cache.fits(seq, match, seq.known, promised)
+
+    def add(self, seq: Sequence) -> None:
+        """``seq`` was admitted."""
+        followers = len(seq.followers)
+        self.growing += followers + (len(seq.table) * self.cache.spec.block_size < seq.limit - 1)
+        self.lacking += followers * self.cache.spec.slot_pages + self._lack(seq)
+
+    def _lack(self, seq: Sequence) -> int:
+        return self.cache.spec.blocks_for(seq.known) - len(seq.table)

@@ -199,13 +199,14 @@ class Cache:
 
     def publish(self, seq: Sequence) -> None:
         """Name the full blocks of ``seq`` that are computed once the steps planned so far have run."""
-        full = min(seq.issued, len(seq.tokens)) // self.spec.block_size
-        if not self.reuse or seq.published >= full:
+        first, full = seq.published, min(seq.issued, len(seq.tokens)) // self.spec.block_size
+        if not self.reuse or first >= full:
             return
         self.name(seq)
-        for block in range(seq.published, full):
-            self.index.add_block(seq.keys[block], seq.table[block])
-            self.fresh.add(seq.keys[block])
+        names = seq.keys[first:full]
+        for key, page in zip(names, seq.table[first:full], strict=True):
+            self.index.add_block(key, page)
+        self.fresh.update(names)
         seq.published = full
 
     def checkpoint(self, seq: Sequence, urgent: bool) -> bool:
@@ -268,7 +269,7 @@ class Cache:
         if not fill:
             return
         page = seq.table[-1]
-        keys = self.index.keys_at.get(page, [])
+        keys = self.index.keys_at.get(page, ())
         if self.arena.owners[page] > 1 or any(not isinstance(key, tuple) or len(key[1]) > fill for key in keys):
             self._copy_tail(seq)
 

@@ -30,7 +30,7 @@ def _check_sequences(s: Scheduler) -> None:
     assert keys == sorted(keys), "the queue is in the policy's order"
     waiting = {seq.id for seq in s.waiting}
     assert len(waiting) == len(s.waiting) and waiting.isdisjoint(s.running), "a sequence waits or runs, once"
-    following = {each.id for leader in s.leading.values() for each in leader.followers}
+    following = {each.id for leader in s.live.values() for each in leader.followers}
     searches = {id(seq.search): seq.search for seq in s.live.values() if seq.search is not None}.values()
     for search in searches:
         assert len(search.members) == search.width == len({seq.id for seq in search.members}), "a beam for each member"
@@ -40,7 +40,8 @@ def _check_sequences(s: Scheduler) -> None:
         following |= {seq.id for seq in search.idle}
     assert waiting | s.running.keys() | following == s.live.keys(), "live = waiting, running and about to branch off"
     assert following.isdisjoint(waiting | s.running.keys()), "who follows neither waits nor runs"
-    assert set(s.leading) == {seq.id for seq in s.live.values() if seq.followers}, "leaders have followers"
+    assert s.leading == {i: seq for i, seq in s.running.items() if seq.followers}, "leaders have followers"
+    assert s.promised <= len(s._rows) or len(s.running) == 1, "a group has rows for all its samples, or it runs alone"
     wanted: dict[bytes, int] = {}
     for seq in s.waiting if s.joins.active else ():
         for key in seq.keys:

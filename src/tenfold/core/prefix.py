@@ -36,9 +36,9 @@ def root(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=NAME_BYTES, person=b"tenfold").digest()
 
 
-def chain(parent: bytes, tokens: Tokens[int]) -> bytes:
+def chain(parent: bytes, tokens: array[int]) -> bytes:
     """Name of the block that holds ``tokens`` after the prefix named ``parent``."""
-    return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=NAME_BYTES).digest()
+    return blake2b(tokens, key=parent, digest_size=NAME_BYTES).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class PrefixIndex:
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.page_of: dict[Key, int] = {}
-        self.keys_at: dict[int, list[Key]] = {}
+        self.keys_at: dict[int, tuple[Key, ...]] = {}  # in tuples, which the garbage collector leaves alone
         self.checkpoints: dict[Key, Checkpoint] = {}
         self.needed: dict[Key, int] = {}  # checkpoints that stand on a block, for hybrid models
         self.tails: dict[bytes, dict[int, int]] = {}  # block name -> length of checkpoints' partial blocks -> how many
@@ -88,8 +88,9 @@ class PrefixIndex:
         if key in self.page_of:
             return False
         self.page_of[key] = page
-        self.keys_at.setdefault(page, []).append(key)
-        self.ghosts.pop(key, None)
+        self.keys_at[page] = (*self.keys_at.get(page, ()), key)
+        if self.ghosts:
+            self.ghosts.pop(key, None)
         return True
 
     def forget_page(self, page: int) -> None:
@@ -103,9 +104,9 @@ class PrefixIndex:
         """One name of a page is void; the page may have others."""
         page = self.page_of.pop(key)
         self.withdraw(key)
-        self.keys_at[page].remove(key)
-        if not self.keys_at[page]:
-            del self.keys_at[page]
+        others = tuple(each for each in self.keys_at.pop(page) if each != key)
+        if others:
+            self.keys_at[page] = others
 
     def move(self, moves: dict[int, int]) -> None:
         for source in moves.keys() & self.keys_at.keys():

@@ -11,11 +11,11 @@ import heapq
 from bisect import insort
 from collections import deque
 
-from tenfold.core.admission import may_start, refuse_impossible
+from tenfold.core.admission import Promises, refuse_impossible
 from tenfold.core.beam import BeamSearch
 from tenfold.core.cache import NOTHING, Cache, Match
 from tenfold.core.joins import Joins
-from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, Work
+from tenfold.core.plan import Entry, Rewrite, StepOutcome, StepPlan, TokenLogprobs, Work
 from tenfold.core.policy import FirstComeFirstServed, Policy
 from tenfold.core.sequence import NO_ROW, Sequence
 from tenfold.core.spec import CacheSpec
@@ -55,7 +55,7 @@ class Scheduler:
         self.joins = Joins(self.cache)
         self.live: dict[int, Sequence] = {}
         self.waiting: list[Sequence] = []
-        self.leading: dict[int, Sequence] = {}
+        self.leading: dict[int, Sequence] = {}  # running sequences whose followers have yet to branch off
         self.inflight: deque[StepPlan] = deque()
         self.step = 0
         self.preemptions = 0
@@ -67,9 +67,15 @@ class Scheduler:
         """Sequences that hold memory, by id, in order of admission."""
         return self.cache.holders
 
+    @property
+    def promised(self) -> int:
+        """Rows kept for samples that have yet to branch off sequences that run."""
+        return sum(len(leader.followers) for leader in self.leading.values())
+
     def submit(self, request: Request, *samples: Request) -> None:
         """Queue a request; further ``samples`` of the same prompt branch off when it is computed.
 
+        They are admitted together, or all wait. Only more of them than there are rows run in parts.
         Beam search needs ``beam_width`` requests in all, one for each beam. The texts come back under the first
         ``n``, all their tokens at once.
 
@@ -82,7 +88,7 @@ class Scheduler:
         if request.params.use_beam_search:
             BeamSearch.of(seq, others)
         else:
-            self._lead(seq, others)
+            seq.followers = others
         self.live.update((each.id, each) for each in (seq, *others))
         self._enqueue(seq)
 
@@ -106,13 +112,13 @@ class Scheduler:
         elif seq in self.waiting:
             self._dequeue(seq)
         elif seq.search is None:
-            leader = next(each for each in self.leading.values() if seq in each.followers)
-            self._lead(leader, [each for each in leader.followers if each is not seq])
+            leader = next(each for each in (*self.leading.values(), *self.waiting) if seq in each.followers)
+            leader.followers.remove(seq)
+            if not leader.followers:
+                self.leading.pop(leader.id, None)
         if seq.followers:
-            heir, *others = seq.followers
-            self._lead(seq, [])
-            self._lead(heir, others)
-            self._enqueue(heir)
+            self._enqueue_group(seq.followers)
+            seq.followers = []
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do before an outcome comes back."""
@@ -149,17 +155,28 @@ class Scheduler:
             raise RuntimeError(f"outcome of step {outcome.step} where step {plan.step} was due")
         events: list[TokenEvent] = []
         live, size = self.live, self.spec.block_size
+        tokens, logprobs = outcome.tokens, outcome.logprobs
         sampled = -1  # index of the latest sample in the outcome, void or not
-        for w in plan.work:
-            sampled += w.sample
-            seq = live.get(w.sequence)
-            if seq is None or seq.epoch != w.epoch:
+        for _, number, epoch, start, length, _, _, _, sample in plan.work:
+            sampled += sample
+            seq = live.get(number)
+            if seq is None or seq.epoch != epoch:
                 continue  # finished, cancelled or preempted since
-            seq.committed = end = w.start + w.length
-            if w.sample:
-                if not end % size:
-                    self.cache.publish(seq)
-                self._take(seq, outcome, sampled, events)
+            seq.committed = end = start + length
+            if not sample:
+                continue
+            if not end % size:
+                self.cache.publish(seq)
+            if seq.search is not None:
+                self._search(seq, logprobs[sampled] if logprobs else None, events)
+                continue
+            # What _take does, without a call for each token.
+            token, chosen = tokens[sampled], logprobs[sampled] if logprobs else None
+            seq.pending -= 1
+            seq.tokens.append(token)
+            over = end + 1 >= seq.limit or token in seq.stop_token_ids
+            reason = self._end(seq, token) if over else None
+            events.append(new(TokenEvent, (number, token, reason, chosen, seq.reused, None)))
         for entry in plan.entries:
             if entry.source < 0:
                 continue
@@ -167,35 +184,35 @@ class Scheduler:
             seq = live.get(entry.sequence)
             if seq is not None and seq.epoch == entry.epoch:
                 seq.committed = max(seq.committed, entry.prompt_length)
-                self._take(seq, outcome, sampled, events)
+                events.append(self._take(seq, tokens[sampled], logprobs[sampled] if logprobs else None))
         return events
 
-    def _take(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+    def _take(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         """Append a sampled token; end the sequence if it was its last."""
-        if seq.search is not None:
-            self._search(seq, outcome, sampled, events)
-            return
-        token = outcome.tokens[sampled]
         seq.pending -= 1
         seq.tokens.append(token)
-        length = len(seq.tokens)
-        reason = None
-        if token in seq.request.stop_token_ids and length > seq.min_length:
+        over = len(seq.tokens) >= seq.limit or token in seq.stop_token_ids
+        reason = self._end(seq, token) if over else None
+        return TokenEvent(seq.id, token, reason, logprobs, seq.reused)
+
+    def _end(self, seq: Sequence, token: int) -> FinishReason | None:
+        """End a sequence whose latest ``token`` may be its last; None if it has to go on."""
+        if token in seq.stop_token_ids and len(seq.tokens) > seq.min_length:
             reason = FinishReason.STOP
-        elif length >= seq.limit:
+        elif len(seq.tokens) >= seq.limit:
             reason = FinishReason.LENGTH
-        logprobs = outcome.logprobs[sampled] if outcome.logprobs else None
-        events.append(new(TokenEvent, (seq.request.id, token, reason, logprobs, seq.reused, None)))
-        if reason:
-            del self.live[seq.id]
-            self._retire(seq)
+        else:
+            return None
+        del self.live[seq.id]
+        self._retire(seq)
+        return reason
 
     def _decode(self, work: list[Work], prefilling: list[Sequence], preempted: list[int]) -> int:
         """Everyone's next token; who lacks more than one token is listed in ``prefilling``. Returns the budget left.
 
         This loop is the cost of a step, which does not depend on context length.
         """
-        budget, size, running = self.max_batch_tokens, self.spec.block_size, self.running
+        size, running = self.spec.block_size, self.running
         for seq in list(running.values()):
             start, pending = seq.issued, seq.pending
             known = len(seq.tokens) + pending
@@ -204,7 +221,7 @@ class Scheduler:
                     prefilling.append(seq)
                 continue
             gained: tuple[int, ...] = ()
-            if seq.shared_tail or start == len(seq.table) * size:
+            if not start % size or seq.shared_tail:
                 had = len(seq.table)
                 if seq.id not in running or not self._make_room(seq, start + 1, preempted):
                     continue
@@ -212,11 +229,10 @@ class Scheduler:
             elif preempted and seq.id not in running:
                 continue
             inputs = () if pending else (seq.tokens[start],)
-            work.append(new(Work, (seq.row, seq.request.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
+            work.append(new(Work, (seq.row, seq.id, seq.epoch, start, 1, inputs, gained, seq.slot, True)))
             seq.issued = known
             seq.pending = pending + seq.draws
-            budget -= 1
-        return budget
+        return self.max_batch_tokens - len(work)
 
     def _prefill(self, seq: Sequence, budget: int, work: list[Work], preempted: list[int]) -> int:
         count = self.policy.chunk(seq, budget)
@@ -229,15 +245,25 @@ class Scheduler:
 
     def _admit(self, budget: int, work: list[Work], entries: list[Entry], prefilling: list[Sequence]) -> None:
         """Waiting sequences enter in order while they fit. Nobody overtakes the head of the queue, except one that
-        waits for a checkpoint that a running sequence is about to reach."""
+        waits for a checkpoint that a running sequence is about to reach.
+
+        A sequence enters only when its followers find rows too, or, if there are more of them than rows, when all are
+        free: otherwise the first samples of many prompts would take every row, and the others share nothing.
+        """
+        if not self.waiting or not self._rows:
+            return
         at = 0
-        while budget and at < len(self.waiting) and self._rows:
+        kept = self.promised
+        promises = Promises(self.cache, self.policy, prefilling, kept)
+        while budget and at < len(self.waiting) and kept < len(self._rows):
             seq = self.waiting[at]
             match = self.cache.match(seq)
             if self.joins.awaits(seq, match):
                 at += 1
                 continue
-            if not may_start(seq, match, self.cache, self.policy, prefilling):
+            if kept + min(1 + len(seq.followers), self.max_sequences) > len(self._rows):
+                break
+            if not promises.leave_room(seq, match):
                 break
             entered = self._enter(seq, match, budget)
             if entered is None and not self.running:
@@ -248,7 +274,8 @@ class Scheduler:
             entries.append(entry)
             work.append(first)
             self.cache.publish(seq)
-            prefilling.append(seq)
+            promises.add(seq)
+            kept += len(seq.followers)
             budget -= first.length
 
     def _enter(self, seq: Sequence, match: Match, budget: int) -> tuple[Entry, Work] | None:
@@ -262,24 +289,26 @@ class Scheduler:
             return None
         self._dequeue(seq)
         seq.row = heapq.heappop(self._rows)
+        if seq.followers:
+            self.leading[seq.id] = seq
         self.joins.watch(seq, marks)
         return self._entry(seq, tuple(seq.tokens[:start])), self._issue(seq, count, 0)
 
     def _branch(self, entries: list[Entry]) -> None:
-        """Samples of a prompt branch off in the step that computes its end; those that find no room queue up, and will
-        find the prompt cached."""
+        """Samples of a prompt branch off in the step that computes its end; those that find no room queue up together,
+        and the first of them leads the others."""
         for seq in list(self.leading.values()):
-            if seq.id not in self.running or seq.issued < len(seq.tokens):
+            if seq.issued < len(seq.tokens):
                 continue
-            followers = seq.followers
-            self._lead(seq, [])
-            for child in followers:
-                if not self._rows or not self.cache.fork(seq, child, defer=True):
-                    self._enqueue(child)
-                    continue
+            del self.leading[seq.id]
+            followers, seq.followers = seq.followers, []
+            while followers and self._rows and self.cache.fork(seq, followers[0], defer=True):
+                child, *followers = followers
                 child.row = heapq.heappop(self._rows)
                 child.pending, child.reused = 1, seq.reused
                 entries.append(self._entry(child, tuple(child.tokens), seq.row))
+            if followers:
+                self._enqueue_group(followers)
 
     def _entry(self, seq: Sequence, reused: tuple[int, ...], source: int = -1) -> Entry:
         request = seq.request
@@ -288,10 +317,9 @@ class Scheduler:
         stop = request.stop_token_ids
         return Entry(seq.row, seq.id, seq.epoch, prompt, request.params, stop, reused, source, candidates)
 
-    def _search(self, seq: Sequence, outcome: StepOutcome, sampled: int, events: list[TokenEvent]) -> None:
+    def _search(self, seq: Sequence, candidates: TokenLogprobs | None, events: list[TokenEvent]) -> None:
         """A beam came back; with the last of them the search takes a step."""
         search = seq.search
-        candidates = outcome.logprobs[sampled] if outcome.logprobs else None
         if search is None or candidates is None:
             raise RuntimeError("the runner returned no candidates for a beam")
         search.arrived[seq.id] = candidates
@@ -326,7 +354,7 @@ class Scheduler:
         child.tokens = parent.tokens[:]
         child.keys = list(parent.keys)
         child.reused = parent.reused
-        if self._rows and self.cache.fork(parent, child, defer=False):
+        if len(self._rows) > self.promised and self.cache.fork(parent, child, defer=False):
             child.row = heapq.heappop(self._rows)
             self._forked.append(child)
         return child
@@ -384,20 +412,20 @@ class Scheduler:
 
     def _retire(self, seq: Sequence, keep: bool = True) -> None:
         self.joins.unwatch(seq)
+        self.leading.pop(seq.id, None)
         self.cache.release(seq, keep)
         heapq.heappush(self._rows, seq.row)
         seq.row = NO_ROW
 
-    def _lead(self, seq: Sequence, followers: list[Sequence]) -> None:
-        seq.followers = followers
-        if followers:
-            self.leading[seq.id] = seq
-        else:
-            self.leading.pop(seq.id, None)
-
     def _enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=self.policy.order)
         self.joins.expect(seq)
+
+    def _enqueue_group(self, group: list[Sequence]) -> None:
+        """Samples of one prompt wait; the first stands in the queue for all."""
+        leader, *followers = group
+        leader.followers = followers
+        self._enqueue(leader)
 
     def _dequeue(self, seq: Sequence) -> None:
         self.waiting.remove(seq)

@@ -51,6 +51,12 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     search: BeamSearch | None = None
     draws: int = 1
+    id: int = field(init=False)  # the request's, and so are the tokens that end it: both are read for every token
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.stop_token_ids = self.request.stop_token_ids
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
@@ -62,10 +68,6 @@ class Sequence:
             prompt + request.params.min_tokens,
             root=root(request.cache_salt),
         )
-
-    @property
-    def id(self) -> int:
-        return self.request.id
 
     @property
     def known(self) -> int:

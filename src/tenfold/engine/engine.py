@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
 """The token of an event that only says that a sequence ended."""
+COLLECTOR = (50_000, 10, 10)
+"""Thresholds of Python's garbage collector for a process that serves. Plans and events are freed by their reference
+counts, but there are some objects of them for every sequence: with the default of 700, collections in the middle of a
+step take them for lasting ones, and soon walk all that lasts."""
 
 
 class Engine:
