@@ -474,16 +474,34 @@ template <class T> inline void finish(const Linear &op, int64_t row, int64_t pan
     }
 }
 
-template <int M, class T> void multiply_tile(const Linear &op, int64_t row, int64_t panel) {
-    const T *weight = static_cast<const T *>(op.weight) + panel * PANEL * op.inputs;
-    const T *x[M];
-    for (int m = 0; m < M; m++) x[m] = op.x.row<T>(row + m);
+// Where a panel of a weight begins, of any format.
+inline const char *panel_at(const Linear &op, int64_t panel) {
+    constexpr int64_t halves[] = {8, 4, 2, 2, 1};  // of bytes, of an input by its format
+    return static_cast<const char *>(op.weight) + panel * PANEL * op.inputs * halves[op.format] / 2;
+}
+
+// Asks for the PANEL units of `ahead` that are as far from it as a step's are from `begin`.
+inline void ask_ahead(const char *ahead, int64_t distance) {
+    for (int64_t b = 0; b < PANEL * 4; b += 64) __builtin_prefetch(ahead + distance + b, 0, 2);
+}
+
+template <int M, class T> void multiply_tile(const Linear &op, int64_t row, int64_t panel, const char *ahead) {
+    const T *weight = reinterpret_cast<const T *>(panel_at(op, panel));
+    // A pointer serves three rows, by the modes of an address: more would not find a register.
+    const T *x[(M + 2) / 3];
+    for (int m = 0; m < M; m += 3) x[m / 3] = op.x.row<T>(row + m);
+    const int64_t stride = op.x.stride;
     Vec total[M][2] = {};
-    for (int64_t k = 0; k < op.inputs; k += unit<T>, weight += PANEL * unit<T>)
+    for (const T *end = weight + PANEL * op.inputs; weight < end; weight += PANEL * unit<T>) {
+        if constexpr (M > 1) ask_ahead(ahead, 0);  // a row alone keeps memory busy as it is
+        ahead += PANEL * 4;
         for (int m = 0; m < M; m++) {
-            total[m][0] = add_products(total[m][0], x[m] + k, weight);
-            total[m][1] = add_products(total[m][1], x[m] + k, weight + LANES * unit<T>);
+            const T *of_row = x[m / 3] + m % 3 * stride;
+            total[m][0] = add_products(total[m][0], of_row, weight);
+            total[m][1] = add_products(total[m][1], of_row, weight + LANES * unit<T>);
         }
+        for (int i = 0; i < (M + 2) / 3; i++) x[i] += unit<T>;
+    }
     for (int m = 0; m < M; m++) finish<T>(op, row + m, panel, total[m][0], total[m][1]);
 }
 
@@ -513,10 +531,10 @@ inline IntVec add_quads(IntVec total, const int8_t *x, Quads weights) {
 #endif
 inline Vec to_float(IntVec v) { return __builtin_convertvector(v, Vec); }
 
-template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_t row, int64_t panel) {
+template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_t row, int64_t panel, const char *ahead) {
     constexpr int64_t WORD = F == INT4_GROUPS ? 8 : 4;  // inputs in a word
     int64_t groups = ceiling(op.inputs, GROUP);
-    const uint8_t *weight = static_cast<const uint8_t *>(op.weight) + panel * PANEL * op.inputs * 4 / WORD;
+    const uint8_t *weight = reinterpret_cast<const uint8_t *>(panel_at(op, panel));
     const int8_t *x[M];
     for (int m = 0; m < M; m++) x[m] = op.bytes + (row + m) * op.inputs;
     Vec result[M][2] = {};
@@ -525,6 +543,7 @@ template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_
         auto add = [&](auto inputs) {
             for (int64_t k = g * GROUP; k < g * GROUP + inputs; k += WORD, weight += PANEL * 4) {
                 Quads q[2] = {quads(weight), quads(weight + LANES * 4)};
+                if constexpr (M > 1) ask_ahead(ahead, k * PANEL * 4 / WORD);
                 for (int m = 0; m < M; m++)
                     for (int v = 0; v < 2; v++) {
                         IntVec &sum = total[m][v];
@@ -595,23 +614,42 @@ template <class T> void quantise_row(const Linear &op, int64_t row) {
     if (op.format == INT8) op.row_sums[row * groups] = sum;
 }
 
-template <class T> void run(const Linear &op, const Step &s, Team &team, int64_t index) {
+// `following` is the next product of the program, or null.
+template <class T>
+void run(const Linear &op, const Step &s, Team &team, int64_t index, const Linear *following) {
     int64_t rows = op.sampled ? s.sampled : s.tokens, panels = panels_of(op), chunks = ceiling(rows, CHUNK_ROWS);
     int phase = 0;
     if (op.format >= INT8) {
         team.share_phase(index, phase++, rows, 4, [&](int64_t row) { quantise_row<T>(op, row); });
         team.meet();
     }
-    int64_t at_once = rows == 1 ? std::max<int64_t>(1, panels / (8 * team.threads)) : 1;
-    team.share_phase(index, phase, panels * chunks, at_once, [&](int64_t i) {
-        int64_t panel = i / chunks, row = i % chunks * CHUNK_ROWS, end = std::min(rows, row + CHUNK_ROWS);
-        auto bytes = [&](auto format) {
-            by_rows<BYTE_ROWS>(row, end, [&](int64_t r, auto m) { multiply_bytes<m(), T, format()>(op, r, panel); });
-        };
-        if (op.format == INT8) bytes(std::integral_constant<Format, INT8>());
-        else if (op.format == INT8_GROUPS) bytes(std::integral_constant<Format, INT8_GROUPS>());
-        else if (op.format == INT4_GROUPS) bytes(std::integral_constant<Format, INT4_GROUPS>());
-        else by_rows<PANEL_ROWS>(row, end, [&](int64_t r, auto m) { multiply_tile<m(), T>(op, r, panel); });
+    // Two gated panels make a cache line of a row: no two threads write to one.
+    int64_t together = op.gated ? 2 : 1, units = ceiling(panels, together);
+    int64_t at_once = rows == 1 ? std::max<int64_t>(1, units / (8 * team.threads)) : 1;
+    team.share_phase(index, phase, units * chunks, at_once, [&](int64_t i) {
+        int64_t first = i / chunks * together, row = i % chunks * CHUNK_ROWS, end = std::min(rows, row + CHUNK_ROWS);
+        for (int64_t panel = first; panel < std::min(panels, first + together); panel++) {
+            // The last tile that works on a panel asks for the one that its thread will take next: of this weight, or of
+            // the product that follows, so that memory is never idle while threads meet.
+            const char *own = panel_at(op, panel), *after = own;
+            int64_t next = panel % together + 1 < together ? panel + 1 : first + team.threads * together;
+            if (end == rows && next < panels) after = panel_at(op, next);
+            else if (end == rows && following)
+                after = panel_at(*following, std::min(next - panels, panels_of(*following) - 1));
+            auto ahead = [&](int64_t behind) { return behind == end ? after : own; };
+            auto bytes = [&](auto format) {
+                by_rows<BYTE_ROWS>(row, end, [&](int64_t r, auto m) {
+                    multiply_bytes<m(), T, format()>(op, r, panel, ahead(r + m()));
+                });
+            };
+            if (op.format == INT8) bytes(std::integral_constant<Format, INT8>());
+            else if (op.format == INT8_GROUPS) bytes(std::integral_constant<Format, INT8_GROUPS>());
+            else if (op.format == INT4_GROUPS) bytes(std::integral_constant<Format, INT4_GROUPS>());
+            else
+                by_rows<PANEL_ROWS>(row, end, [&](int64_t r, auto m) {
+                    multiply_tile<m(), T>(op, r, panel, ahead(r + m()));
+                });
+        }
     });
 }
 
@@ -1264,9 +1302,11 @@ template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int
     for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
-template <class T> void run(const DeltaRule &op, const Step &s, Team &team, int64_t index) {
+// `longest_first` has the sequences of the step, so that no thread is left with a long one at the end.
+template <class T>
+void run(const DeltaRule &op, const Step &s, Team &team, int64_t index, const std::vector<int64_t> &longest_first) {
     team.share(index, s.sequences * op.value_heads, 1,
-               [&](int64_t i) { recur<T>(op, s, i / op.value_heads, i % op.value_heads); });
+               [&](int64_t i) { recur<T>(op, s, longest_first[i / op.value_heads], i % op.value_heads); });
 }
 
 // ---- causal convolution
@@ -1348,6 +1388,17 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
         schedules.push_back({op.heads, op.kv_heads, op.dim, {}, {}, {}, 0});
         divide(schedules.back(), step, threads);
     }
+    std::vector<int64_t> longest_first(step.sequences);
+    for (int64_t b = 0; b < step.sequences; b++) longest_first[b] = b;
+    auto length = [&](int64_t b) { return step.bounds[b + 1] - step.bounds[b]; };
+    std::stable_sort(longest_first.begin(), longest_first.end(),
+                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
+    std::vector<const Linear *> following(count, nullptr);
+    const Linear *latest = nullptr;
+    for (int64_t i = count - 1; i >= 0; i--) {
+        following[i] = latest;
+        if (kind_of(operations[i]) == LINEAR) latest = &as<Linear>(operations[i]);
+    }
     int64_t bytes = scratch_bytes(operations, count, schedules);
     std::atomic<bool> enough{true};
 #pragma omp parallel num_threads(int(threads))
@@ -1364,10 +1415,10 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
             case ANGLES: run<T>(as<Angles>(op), step, team, i); break;
             case NORM: run<T>(as<Norm>(op), step, team, i); break;
             case SELECT: run<T>(as<Select>(op), step, team, i); break;
-            case LINEAR: run<T>(as<Linear>(op), step, team, i); break;
+            case LINEAR: run<T>(as<Linear>(op), step, team, i, following[i]); break;
             case ATTENTION: run<T>(as<Attention>(op), step, team, i, schedules[schedule_of[i]]); break;
             case CONVOLVE: run<T>(as<Convolve>(op), step, team, i); break;
-            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, i); break;
+            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, i, longest_first); break;
             case GATED_NORM: run<T>(as<GatedNorm>(op), step, team, i); break;
             case SIGMOID_GATE: run<T>(as<SigmoidGate>(op), step, team, i); break;
             }
