@@ -750,9 +750,10 @@ template <class T> void prepare(const Attention &op, const Step &s, int64_t toke
 
 // Some query tokens of one sequence, heads of keys and their groups of queries, a part of the context.
 //
-// A token alone takes all heads in one job, so that a block is read in the order it lies in memory. Tokens of a prefill
-// are cut into pieces of one head each. What costs more than a fair share is cut along the context: its pieces leave
-// maxima, sums and sums of values in `parts`, and `merge` weighs them up.
+// One of many tokens takes all heads in one job, so that a block is read in the order it lies in memory. Tokens of a
+// prefill are cut into pieces of one head each, and so is a token where threads would find nothing to do. What costs
+// more than a fair share is cut along the context: its pieces leave maxima, sums and sums of values in `parts`, and
+// `merge` weighs them up.
 struct Job {
     int64_t sequence, first, tokens;  // tokens [first, first + tokens) of the step
     int64_t head, heads;              // of keys
@@ -797,7 +798,7 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
     std::vector<Job> whole;
     for (int64_t b = 0; b < s.sequences; b++) {
         int64_t first = s.bounds[b], length = s.bounds[b + 1] - first;
-        int64_t heads = length == 1 ? schedule.kv_heads : 1;
+        int64_t heads = length == 1 && s.sequences > threads ? schedule.kv_heads : 1;
         for (int64_t t = 0; t < length; t += tokens_of_tile) {
             int64_t tokens = std::min(tokens_of_tile, length - t);
             for (int64_t h = 0; h < schedule.kv_heads; h += heads) {
