@@ -142,7 +142,7 @@ inline IntVec lanes() {
     return lane;
 }
 
-// 2^x for x of at most 0, zero far below: within float32's precision, or 8e-5 where a bfloat16 is made of it.
+// 2^x for x of at most 126, nothing far below 0: within float32's precision, or 8e-5 where a bfloat16 is made of it.
 template <bool EXACT> inline Vec power_of_two(Vec x) {
     x = larger(x, splat(-126.0f));
     const float magic = 12582912.0f;  // adding 1.5 * 2^23 leaves the nearest integer in the low bits
@@ -186,9 +186,18 @@ inline Vec exponential(Vec x) {
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exponential(-x)); }
 inline Vec tanh(Vec x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
 
+// x sigmoid(x), as exactly as a T holds it.
+template <class T> inline Vec silu(Vec x) {
+    if constexpr (std::is_same<T, float>::value) return x / (1.0f + exponential(-x));
+    Vec power = x * -1.44269504f;
+    power = power > 126.0f ? splat(126.0f) : power;
+    Vec y = x / (1.0f + power_of_two<false>(power));
+    return x < -87.0f ? Vec{} : y;
+}
+
 enum Activation { SILU, GELU_TANH, RELU };
-inline Vec activate(Vec x, int64_t kind) {
-    if (kind == SILU) return x / (1.0f + exponential(-x));
+template <class T> inline Vec activate(Vec x, int64_t kind) {
+    if (kind == SILU) return silu<T>(x);
     if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x)));
     return x < 0.0f ? Vec{} : x;
 }
@@ -401,7 +410,7 @@ template <class T> void run(const GatedNorm &op, const Step &s, Team &team, int6
             for (int64_t i = 0; i < op.dim; i += LANES) {
                 int64_t n = op.dim - i;
                 Vec v = rounded_to<T>(load(x + i, n) * factor) * load(op.weight + i, n);
-                store(x + i, v * activate(load(gate + i, n), SILU), n);
+                store(x + i, v * silu<T>(load(gate + i, n)), n);
             }
         }
     });
@@ -460,7 +469,7 @@ template <class T> inline void finish(const Linear &op, int64_t row, int64_t pan
             a += load(op.bias + column, count);
             b += load(op.bias + op.outputs + column, count);
         }
-        Vec gate = rounded_to<T>(activate(rounded_to<T>(a), op.activation));
+        Vec gate = rounded_to<T>(activate<T>(rounded_to<T>(a), op.activation));
         store(op.out.row<T>(row) + column, gate * rounded_to<T>(b), count);
         return;
     }
@@ -1344,7 +1353,7 @@ template <class T> void run(const Convolve &op, const Step &s, Team &team, int64
                     Vec total = {};
                     for (int64_t i = 0; i < width; i++)
                         total += load(taps + i * BLOCK + n) * load(input(t - reach + i) + n, count - n);
-                    store(to + n, activate(rounded_to<T>(total), SILU), count - n);
+                    store(to + n, silu<T>(rounded_to<T>(total)), count - n);
                 }
             }
             for (int64_t i = 0; i < reach; i++)
