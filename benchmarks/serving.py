@@ -140,14 +140,15 @@ def main(args: argparse.Namespace) -> Result:
         passes = []
         for requests in variants(args, name):
             limits.measure()
-            passes.append(serve(llm.engine, requests))
-        rows.append(row(title, passes[1:], llm, limits))
+            served = serve(llm.engine, requests)
+            passes.append((served, served.tokens / least_seconds(served, llm, limits)))
+        rows.append(row(title, passes[1:]))
     _, _, nbytes = llm.engine.runner.program.products()  # type: ignore[attr-defined]
     return Result(
         rows,
         [
             f"{args.serving_model}, {llm.loaded.dtype}, quantised as {args.serving_quantize}, "
-            f"{nbytes / 1e6:.0f} MB of weights. Machine, measured between the passes: {limits}.",
+            f"{nbytes / 1e6:.0f} MB of weights. Machine, measured before each pass, in the end: {limits}.",
             "The limit is the larger of operations (products and attention) over arithmetic and bytes (weights once a "
             "step, keys and values) over bandwidth. Medians of passes with the same lengths and other texts; of one "
             "stream, tokens per second after the first.",
@@ -163,16 +164,17 @@ def variants(args: argparse.Namespace, name: str) -> Iterator[list[Sent]]:
         yield read(folder, name, variant) if folder is not None else made_up(name, variant)
 
 
-def row(title: str, passes: list[Pass], llm: Any, limits: Limits) -> Row:
+def row(title: str, measured: list[tuple[Pass, float]]) -> Row:
+    """``measured`` has passes, and what the limits that were measured before each would have allowed."""
+    passes = [each for each, _ in measured]
     rate = statistics.median(each.rate for each in passes)
     first = statistics.median(statistics.median(each.first_tokens()) for each in passes)
     gaps = [statistics.quantiles(each.gaps(), n=100) for each in passes]
-    most = statistics.median(each.tokens / least_seconds(each, llm, limits) for each in passes)
     return {
         "workload": title,
         "output tokens/s": f"{rate:,.0f}",
-        "limit": f"{most:,.0f}",
-        "of the limit": f"{rate / most:.0%}",
+        "limit": f"{statistics.median(most for _, most in measured):,.0f}",
+        "of the limit": f"{statistics.median(each.rate / most for each, most in measured):.0%}",
         "TTFT p50": f"{1e3 * first:,.0f} ms",
         "ITL p50": f"{1e3 * statistics.median(each[49] for each in gaps):.1f} ms",
         "ITL p99": f"{1e3 * statistics.median(each[98] for each in gaps):.1f} ms",
