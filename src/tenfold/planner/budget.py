@@ -26,7 +26,8 @@ def pool_on_device(
 ) -> Pool:
     """What ``device`` bytes leave beside the weights and a reserve.
 
-    Without ``weights`` they are the parameters at ``element_bytes`` each: the engine unpacks packed checkpoints.
+    Without ``weights`` they are the parameters at ``element_bytes`` each: the engine unpacks packed checkpoints
+    unless it is told to keep them or to round weights (``--quantize``); give ``weights`` then.
 
     Raises:
         TenfoldError: the number of parameters is not known either, or nothing is left.
