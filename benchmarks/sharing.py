@@ -47,7 +47,7 @@ DRAWS = 100
 """Drawn lengths of which each request gets the mean."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Strides of this part of a list spread evenly over it, however many there are."""
-BEAM_REQUESTS = {"Alpaca": 34, "ShareGPT": 8}
+BEAM_REQUESTS = {"Alpaca": 89, "ShareGPT": 13}
 """Requests that a model serves with beams: few, because that takes minutes. Of Fibonacci numbers, lengths pair best."""
 HYBRID_SLOT_PAGES = 147
 PREFIX, OWN, ANSWER = 512, 100, 32
