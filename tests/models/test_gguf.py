@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from support.gguf_files import write_gguf
+from support.gguf_files import write_blocks, write_gguf
 from tenfold.errors import ModelError
 from tenfold.models.gguf import GGUFSource, gguf_config
 from tenfold.models.gguf_file import GGUFFile
@@ -94,13 +94,7 @@ def test_blocks_that_python_cannot_pack(kind, tiny):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     columns = max(block, 256)
     packed = np.random.default_rng(3).integers(0, 100, (40, columns // block * size), dtype=np.uint8)
-    writer = gguf.GGUFWriter(tiny, "llama")
-    writer.add_block_count(1)
-    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_blocks(tiny, packed, kind)
     source = GGUFSource(GGUFFile(tiny))
     name = source.locate("model.layers.0.mlp.up_proj.weight")
     out = torch.empty(source.shape(name))

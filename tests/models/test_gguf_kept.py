@@ -14,7 +14,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from support.gguf_files import write_gguf
+from support.gguf_files import write_blocks, write_gguf
+from support.programs import needs_compiler
 from tenfold.assembly import assemble
 from tenfold.errors import ModelError
 from tenfold.models.gguf import GGUFSource
@@ -23,17 +24,11 @@ from tenfold.models.layers import Linear
 from tenfold.models.loader import load_model
 from tenfold.models.quantise import Format, Quantised, dequantise
 from tenfold.models.weights import Weights
-from tenfold.runtime.kernels import native, packing
+from tenfold.runtime.kernels import packing
 
 FORMATS = {Kind.Q8_0: Format.INT8_GROUPS, Kind.Q4_0: Format.INT4_GROUPS, Kind.Q4_1: Format.INT4_GROUPS}
 WIDTH, INNER, KV, VOCABULARY = 64, 96, 32, 64
 TOKENS = [3, 17, 5, 60, 2, 2, 41, 9, 33, 0, 12]
-try:
-    native.compiler()
-    MISSING = ""
-except native.NativeError as error:
-    MISSING = str(error)
-needs_compiler = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.fixture
@@ -80,13 +75,7 @@ def test_any_block(kind, path):
     for high in (1, 3) if kind == Kind.Q4_1 else (1,):
         packed[..., high] = np.where(packed[..., high] & 0x7C == 0x7C, 0, packed[..., high])  # neither inf nor NaN
     packed = packed.reshape(40, 3 * size)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_blocks(path, packed, kind)
     found = keeping(path).quantised(["model.layers.0.mlp.up_proj.weight"], [(40, 3 * block)])
     assert found.values.max() <= (255 if kind == Kind.Q8_0 else 15)
     assert torch.equal(dequantise(found), torch.from_numpy(quants.dequantize(packed, kind)))

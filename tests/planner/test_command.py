@@ -6,26 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tenfold import cli, planner
+from tenfold import planner
 
 PLAN = ("plan", "qwen3.8-27b", "--pool", "23859MiB", "--context", "32768")
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """A function that runs ``tenfold`` with arguments: exit status, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tenfold", *arguments])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return left.value.code, *capsys.readouterr()
-
-    return run
 
 
 def numbers(text: str, start: str) -> list[str]:

@@ -34,6 +34,21 @@ def write_metadata(writer, config, architecture):
     writer.add_eot_token_id(5)
 
 
+def write_blocks(path, packed, kind):
+    """Write a file with one tensor, ``model.layers.0.mlp.up_proj.weight``, of which the bytes are given."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=kind)
+    finish(writer)
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(path, model, kind=Kind.F32, extra=lambda writer: None, others=None):
     """Write ``model``, its matrices as ``kind``, or as ``others`` says for a part of their name.
 
@@ -56,8 +71,5 @@ def write_gguf(path, model, kind=Kind.F32, extra=lambda writer: None, others=Non
         if architecture == "llama" and (match := re.search(r"([qk])_proj", name)):
             packed = permuted(packed, config.num_attention_heads if match[1] == "q" else config.num_key_value_heads)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), packed, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tenfold.errors import ModelError
-from tenfold.models.base import HeadNorm, Recorder
+from tenfold.models.base import HeadNorm, Recorder, Step
 from tenfold.models.quantise import Quantised
 from tenfold.models.weights import Packing, Weights
 
@@ -166,6 +166,36 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return torch.cat((rotate(x[..., :size], angles), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class Decoder:
+    """Layers between an embedding and a head, which is what all families are; each one's constructor fills it.
+
+    A layer is called with activations [T, width], angles and the step, and ``record``s itself with a recorder, an
+    activation and whether it is the last; both return what the next one gets.
+    """
+
+    embedding: Embedding
+    rotary: Rotary
+    layers: Sequence[Any]
+    norm: Any
+    head: Linear
+
+    def forward(self, step: Step) -> Tensor:
+        """Return the logits [S, vocabulary] of the step's sampled rows, in the compute dtype."""
+        x = self.embedding(step.token_ids)
+        angles = self.rotary.angles(step.positions)
+        for layer in self.layers:
+            x = layer(x, angles, step)
+        return self.head(self.norm(x.index_select(0, step.sampled)))
+
+    def record(self, recorder: Recorder) -> None:
+        """Write the forward pass down."""
+        x = recorder.embed(self.embedding.weight)
+        recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
+        for layer in self.layers:
+            x = layer.record(recorder, x, last=layer is self.layers[-1])
+        recorder.logits(self.norm.record(recorder, x), self.head.packed)
 
 
 class GatedMLP:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tenfold.models.base import Recorder, Step
 from tenfold.models.layers import (
     EMBEDDING,
+    Decoder,
     Embedding,
     GatedMLP,
     Linear,
@@ -121,7 +122,7 @@ class Layer:
         return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
-class Llama:
+class Llama(Decoder):
     """LlamaForCausalLM."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
@@ -146,19 +147,3 @@ class Llama:
         """Raise ModelError for an activation or a kind of rotary scaling that is not supported."""
         activation_function(config.hidden_act)
         check_rope(config)
-
-    def forward(self, step: Step) -> Tensor:
-        """Return the logits [S, vocabulary] of the step's sampled rows, in the compute dtype."""
-        x = self.embedding(step.token_ids)
-        angles = self.rotary.angles(step.positions)
-        for layer in self.layers:
-            x = layer(x, angles, step)
-        return self.head(self.norm(x.index_select(0, step.sampled)))
-
-    def record(self, recorder: Recorder) -> None:
-        """Write the forward pass down."""
-        x = recorder.embed(self.embedding.weight)
-        recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
-        for layer in self.layers:
-            x = layer.record(recorder, x, last=layer is self.layers[-1])
-        recorder.logits(self.norm.record(recorder, x), self.head.packed)

@@ -17,6 +17,7 @@ from tenfold.errors import ModelError
 from tenfold.models.base import HeadNorm, Recorder, Step
 from tenfold.models.layers import (
     EMBEDDING,
+    Decoder,
     Embedding,
     GatedMLP,
     Linear,
@@ -211,7 +212,7 @@ class Layer:
         return self.mlp.record(step, self.mlp_norm.record(step, x), add_to=x)
 
 
-class Qwen3_5:
+class Qwen3_5(Decoder):
     """Qwen3_5ForCausalLM, and the text part of Qwen3_5ForConditionalGeneration."""
 
     def __init__(self, config: Any, weights: Weights) -> None:
@@ -240,22 +241,6 @@ class Qwen3_5:
             )
         if not getattr(config, "attn_output_gate", True):
             raise ModelError("attention without an output gate (attn_output_gate) is not supported in this family")
-
-    def forward(self, step: Step) -> Tensor:
-        """Return the logits [S, vocabulary] of the step's sampled rows, in the compute dtype."""
-        x = self.embedding(step.token_ids)
-        angles = self.rotary.angles(step.positions)
-        for layer in self.layers:
-            x = layer(x, angles, step)
-        return self.head(self.norm(x.index_select(0, step.sampled)))
-
-    def record(self, recorder: Recorder) -> None:
-        """Write the forward pass down."""
-        x = recorder.embed(self.embedding.weight)
-        recorder.rotary(self.rotary.inverse_frequencies, self.rotary.scaling)
-        for layer in self.layers:
-            x = layer.record(recorder, x, last=layer is self.layers[-1])
-        recorder.logits(self.norm.record(recorder, x), self.head.packed)
 
 
 def heads(x: Tensor, size: int) -> Tensor:

@@ -443,18 +443,17 @@ class Program:
         self._rows = rows
         self._scratch = self._quantisation_scratch(rows)
         free: list[Tensor] = []
-        placed: dict[_Buffer, int] = {}
+        placed: set[_Buffer] = set()
         structs = []
         for at, operation in enumerate(self._operations):
-            for activation in operation.rows.values():
-                buffer = activation.buffer
+            buffers = list(dict.fromkeys(activation.buffer for activation in operation.rows.values()))
+            for buffer in buffers:
                 if buffer not in placed:
-                    placed[buffer] = buffer.last
+                    placed.add(buffer)
                     buffer.memory = self._place(buffer, rows, free)
             structs.append(self._fill(operation))
-            for buffer, last in placed.items():
-                if last == at and buffer.memory is not None and not self._is_result(buffer):
-                    free.append(buffer.memory)
+            done = (buffer for buffer in buffers if buffer.last == at and not self._is_result(buffer))
+            free += [buffer.memory for buffer in done if buffer.memory is not None]
         self._structs = structs
         self._pointers = (ctypes.c_void_p * len(structs))(*map(ctypes.addressof, structs))
 

@@ -598,24 +598,28 @@ template <int N, class F> inline void by_rows(int64_t row, int64_t end, F tile) 
     }
 }
 
+// Bytes of `x` for a scale, which it returns, biased by `bias`.
+template <class T, class B> inline float to_bytes(const T *x, int64_t n, int bias, B *bytes) {
+    Vec most = {};
+    for (int64_t i = 0; i < n; i += LANES) {
+        Vec v = load(x + i, n - i);
+        most = larger(most, larger(v, -v));
+    }
+    float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
+    for (int64_t i = 0; i < n; i++) bytes[i] = B(int(std::nearbyint(to_float(x[i]) * inverse)) + bias);
+    return scale;
+}
+
 template <class T> void quantise_row(const Linear &op, int64_t row) {
     int64_t groups = ceiling(op.inputs, GROUP);
     const T *x = op.x.row<T>(row);
     float sum = 0;
     for (int64_t g = 0; g < groups; g++) {
         int64_t begin = g * GROUP, end = std::min(op.inputs, begin + GROUP);
-        Vec most = {};
-        for (int64_t i = begin; i < end; i += LANES) {
-            Vec v = load(x + i, end - i);
-            most = larger(most, larger(v, -v));
-        }
-        float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
+        int8_t *bytes = op.bytes + row * op.inputs + begin;
+        float scale = to_bytes(x + begin, end - begin, 0, bytes);
         int64_t total = 0;
-        int8_t *bytes = op.bytes + row * op.inputs;
-        for (int64_t i = begin; i < end; i++) {
-            bytes[i] = int8_t(std::nearbyint(to_float(x[i]) * inverse));
-            total += bytes[i];
-        }
+        for (int64_t i = 0; i < end - begin; i++) total += bytes[i];
         op.row_scales[row * groups + g] = scale;
         op.row_sums[row * groups + g] = float(total);
         sum += scale * float(total);
@@ -705,18 +709,6 @@ inline void prepare_head(const Attention &op, int64_t token, const T *x, const f
 }
 
 constexpr int QUAD = 4;  // bytes that are multiplied by one instruction
-
-// Bytes of `x` for a scale, which it returns, biased by `bias`.
-template <class T, class B> inline float to_bytes(const T *x, int64_t n, int bias, B *bytes) {
-    Vec most = {};
-    for (int64_t i = 0; i < n; i += LANES) {
-        Vec v = load(x + i, n - i);
-        most = larger(most, larger(v, -v));
-    }
-    float scale = largest(most) / 127.0f, inverse = scale > 1e-30f ? 1 / scale : 0;
-    for (int64_t i = 0; i < n; i++) bytes[i] = B(int(std::nearbyint(to_float(x[i]) * inverse)) + bias);
-    return scale;
-}
 
 // Keys and values of a token and head as bytes, at element `at` of both and entry `scale_at` of their scales.
 template <class T>
