@@ -22,7 +22,7 @@ from support.serving import make_engine
 from tenfold.core import CacheSpec, FinishReason, SamplingParams, Scheduler
 from tenfold.engine import profile as module
 from tenfold.engine.engine import Engine
-from tenfold.engine.profile import TRACKS, Profile
+from tenfold.engine.profile import PAGE, TRACKS, Profile
 from tenfold.engine.service import EngineThread
 from tenfold.errors import TenfoldError
 
@@ -172,6 +172,17 @@ def test_without_its_end_it_can_be_read(tmp_path: Path) -> None:
     lines = (tmp_path / "trace.json").read_text().rstrip("]\n").split(",\n")
     for kept in (1, 2, 10, len(lines) // 2, len(lines)):
         assert len(json.loads(",\n".join(lines[:kept]) + "]")) == kept
+
+
+def test_cut_at_any_page_it_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill ends a write at a page of the file, wherever among the events that is."""
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.01)
+    engine = crowd(tmp_path / "trace.json")
+    engine.profile.close()
+    text = (tmp_path / "trace.json").read_bytes()
+    counts = [len(json.loads(text[:size] + b"]")) for size in range(PAGE, len(text), PAGE)]
+    assert len(counts) > 10 and counts == sorted(set(counts))
+    assert len(json.loads(text)) > counts[-1]
 
 
 def test_a_killed_process_leaves_a_file_that_opens(tmp_path: Path) -> None:

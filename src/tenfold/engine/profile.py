@@ -38,6 +38,8 @@ TRACKS = {
 }
 """Rows of the picture, from the top; to the viewers they are threads."""
 
+PAGE = 4096
+"""Bytes that reach a file together or not at all: a write that is cut short by a kill ends where a page ends."""
 END = b"\n]\n"
 
 
@@ -45,7 +47,8 @@ class TraceFile:
     """Trace events on their way to a file, in the format's JSON array form.
 
     A thread of its own encodes and writes them, so that the engine only ever appends to a queue. Readers do without
-    the closing bracket, so whatever a killed process leaves can be opened.
+    the closing bracket, and no event lies across two pages of the file, so whatever a killed process leaves can be
+    opened.
 
     Args:
         path: the file; one that exists is overwritten.
@@ -94,16 +97,20 @@ class TraceFile:
     def _write(self) -> None:
         if not self._open:
             return
-        lines, room = bytearray(), self._limit - self._size - len(END)
         full = False
-        for _ in range(len(self._pending)):
-            line = b",\n" + _encode(self._pending.popleft())
-            full = len(lines) + len(line) > room
-            if full:
-                break
-            lines += line
         try:
-            self._put(lines)
+            page = bytearray()
+            for _ in range(len(self._pending)):
+                line = b",\n" + _encode(self._pending.popleft())
+                room = PAGE - (self._size + len(page)) % PAGE
+                if len(line) > room:
+                    self._put(page + b" " * room)
+                    page.clear()
+                full = self._size + len(page) + len(line) + len(END) > self._limit
+                if full:
+                    break
+                page += line
+            self._put(page)
         except OSError as error:
             logger.warning("the profile %s cannot be written any more and ends: %s", self.path, error)
             full = True
