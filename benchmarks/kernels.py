@@ -112,7 +112,7 @@ def delta_rule(batch_size: int, length: int = 1) -> Job:
     mixed = program.embed(torch.randn(batch_size * length, sum(sizes)).bfloat16())
     for number in range(REPEATS):
         program.delta_rule(number, *mixed.split(sizes), rate=torch.ones(48), step_bias=torch.ones(48))
-    step = batch([length] * batch_size, [0] * batch_size, np.zeros((batch_size, length), dtype=np.int32))
+    step = batch([length] * batch_size, [1] * batch_size, np.zeros((batch_size, length), dtype=np.int32))
     elements = REPEATS * batch_size * layer.state_elements
     name = f"gated delta rule, {batch_size} x {length} tokens, 48 states of 128 x 128"
     return Job(name, 2 * 4 * elements, 8 * length * elements, lambda: program.run(step))

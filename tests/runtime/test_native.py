@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random as python_random
 from collections.abc import Callable
 
@@ -331,13 +332,26 @@ def random_layer(rng: python_random.Random) -> RecurrentLayer:
 
 
 def random_steps(rng: python_random.Random, longest: int) -> list[list[Part]]:
-    """Some steps of a few sequences, most of which go on in their slots; at least one slot is never used."""
+    """Some steps of a few sequences that begin or go on in their slots; at least one slot is never used."""
     slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS - 1))
     return [
-        [Part(0, rng.choice([1, 1, 2, rng.randint(1, longest)]), slot=slot) for slot in slots if rng.random() < 0.8]
-        or [Part(0, 3, slot=slots[0])]
+        [
+            Part(rng.choice([0, 7, 7]), rng.choice([1, 1, 2, rng.randint(1, longest)]), slot=slot)
+            for slot in slots
+            if rng.random() < 0.8
+        ]
+        or [Part(7, 3, slot=slots[0])]
         for _ in range(3)
     ]
+
+
+def begin(parts: list[Part], memory: ArenaMemory, held: Tensor, kept: dict[int, Tensor]) -> None:
+    """Poison what is ``held`` in the slots of sequences that begin, for which zeros are to be expected."""
+    for part in parts:
+        if part.start == 0:
+            place = place_of(memory, part)
+            held[place] = math.nan
+            kept[place] = torch.zeros_like(kept[place])
 
 
 def place_of(memory: ArenaMemory, part: Part) -> int:
@@ -388,6 +402,7 @@ def test_delta_rule(rng: python_random.Random, dtype: torch.dtype) -> None:
     sharp = beta.squeeze(2).double().sigmoid().to(dtype)
     first = 0
     for parts in plan:
+        begin(parts, memory, states, kept)
         batch = make_batch(parts)
         batch.token_ids += first
         run(program, batch)
@@ -424,6 +439,7 @@ def test_convolution(rng: python_random.Random, dtype: torch.dtype) -> None:
     out = program.convolve(1, given, weight)
     first = 0
     for parts in plan:
+        begin(parts, memory, tails, kept)
         batch = make_batch(parts)
         batch.token_ids += first
         run(program, batch)

@@ -61,15 +61,13 @@ def load(folder, dtype: str, quantize: str | None = None, choice: str = "native"
 
 
 def arena(loaded: LoadedModel) -> ArenaMemory:
-    """Poisoned but for the slots' states, which the runner clears."""
+    """Poisoned."""
     model = ModelSpec.from_config(loaded.config.to_dict(), element_bytes=loaded.dtype.itemsize)
     page = BLOCK * model.kv_bytes_per_token
     slot_pages = -(-model.state_bytes // page)
     spec = CacheSpec(BLOCK, PAGES + SLOTS * slot_pages, slot_pages, page)
     memory = ArenaMemory(spec, model, loaded.dtype, CPU)
     memory.data.fill_(0xFF)
-    if slot_pages:
-        memory.clear(range(SLOTS))
     return memory
 
 
@@ -157,7 +155,8 @@ def test_states_after_steps_are_those_of_torch(folder) -> None:
     for batch in batches(found.vocab_size):
         program.run(batch)
         expected.model.forward(ForwardStep(batch, other))
-    places = memory.places(np.arange(SLOTS)).tolist()
+    used = len({sequence for step in STEPS for sequence, _ in step})
+    places = memory.places(np.arange(used)).tolist()
     for ours, theirs in zip((*memory.states, *memory.tails), (*other.states, *other.tails), strict=True):
         torch.testing.assert_close(ours[places], theirs[places], rtol=1e-3, atol=1e-3)
 

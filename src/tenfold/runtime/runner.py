@@ -84,9 +84,6 @@ class TorchRunner:
             self.sampler.enter(entry)
         batch = self.rows.apply(plan)
         self.sampler.observe(plan, batch)
-        if self.spec.slot_pages:
-            # A slot is handed on as its former owner left it.
-            self.memory.clear(batch.slots[batch.starts == 0].tolist())
         if self.program is not None:
             logits = self.program.forward(batch)
         else:

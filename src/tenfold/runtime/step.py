@@ -23,6 +23,9 @@ class ForwardStep:
         self.token_ids = batch.token_ids
         self.positions = batch.positions
         self.sampled = batch.sampled
+        if memory.states:
+            # A slot is handed on as its former owner left it.
+            memory.clear(batch.slots[batch.starts == 0].tolist())
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         keys, values = self._memory.keys[layer], self._memory.values[layer]

@@ -1,8 +1,7 @@
 // The CPU backend: the operations of a forward pass, and the loop that runs a recorded program of them.
 //
 // `program.py` records a model once as an array of operations, each one of the structs below; `tenfold_run` executes all
-// of them for one step inside one parallel region. Threads take pieces of an operation from a shared counter, so that one
-// that is held up by something else on the machine leaves the rest to the others, and meet before the next operation.
+// of them for one step inside one parallel region. Threads share the items of an operation and meet before the next one.
 //
 // Conventions
 //   * Counts and strides are int64_t and in elements. Activations are rows, one for each token, of bfloat16 or float.
@@ -96,6 +95,10 @@ inline void store(Bf16 *p, Vec v) {  // rounds to nearest, ties to even; NaN sta
     HalfVec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), HalfVec);
 #endif
     std::memcpy(p, &h, sizeof h);
+}
+// Asks for `count` elements that will be read, or read and written, soon.
+template <class T> inline void ask_for(const T *p, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i);
 }
 // The first `count` elements, in a loop's last turn fewer than LANES; the others read as zero.
 template <class T> inline Vec load(const T *p, int64_t count) {
@@ -257,33 +260,42 @@ struct Step {
     int64_t table_stride;
 };
 
-struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-};
-constexpr int COUNTERS = 3;  // of one operation, which has as many phases at most
-
+// The threads of a step. Each begins with its own part of an operation's items, the same part of every operation of as
+// many, and then takes what others have left. So a thread that is held up by something else on the machine leaves its
+// work to the others, and otherwise finds in its cache what it wrote itself: threads may well share no cache.
 class Team {
   public:
-    explicit Team(int64_t operations) : counters_(operations * COUNTERS) {}
-    int64_t threads = 1;
+    explicit Team(int64_t threads) : threads_(threads), members_(threads) {}
 
-    // The calling thread's share of `items`: it takes `at_once` of them whenever it is free.
-    template <class F> void share(int64_t operation, int64_t items, int64_t at_once, F work) {
-        share_phase(operation, 0, items, at_once, work);
-    }
-    template <class F> void share_phase(int64_t operation, int phase, int64_t items, int64_t at_once, F work) {
-        std::atomic<int64_t> &counter = counters_[operation * COUNTERS + phase].value;
-        for (;;) {
-            int64_t begin = counter.fetch_add(at_once, std::memory_order_relaxed);
-            if (begin >= items) return;
-            for (int64_t i = begin; i < std::min(items, begin + at_once); i++) work(i);
+    int64_t threads() const { return threads_; }
+    // For every thread before all else, once all know how many there are.
+    void join(int64_t threads) { threads_ = threads; }
+    // Where the part of the calling thread begins, of `items`.
+    int64_t part(int64_t items) const { return items * omp_get_thread_num() / threads_; }
+
+    // Calls `work(item, end)` for the items that the calling thread takes; those up to `end` it will likely take next.
+    // Between this and the next call all threads have to meet.
+    template <class F> void share(int64_t items, F work) {
+        int64_t me = omp_get_thread_num();
+        int phase = members_[me].phase++ % 2;
+        // Nobody uses the other counter: all have met since, and will before they do again.
+        members_[me].taken[1 - phase].store(0, std::memory_order_relaxed);
+        for (int64_t i = 0; i < threads_; i++) {
+            int64_t whose = (me + i) % threads_, begin = items * whose / threads_, end = items * (whose + 1) / threads_;
+            std::atomic<int64_t> &taken = members_[whose].taken[phase];
+            for (;;) {
+                if (begin + taken.load(std::memory_order_relaxed) >= end) break;
+                int64_t item = begin + taken.fetch_add(1, std::memory_order_relaxed);
+                if (item >= end) break;
+                work(item, end);
+            }
         }
     }
     // Returns once all threads are here; what each wrote before is then seen by all.
     void meet() {
-        if (threads == 1) return;
+        if (threads_ == 1) return;
         int64_t turn = turn_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
             arrived_.store(0, std::memory_order_relaxed);
             turn_.store(turn + 1, std::memory_order_release);
             return;
@@ -298,7 +310,12 @@ class Team {
     }
 
   private:
-    std::vector<Counter> counters_;
+    struct alignas(64) Member {
+        std::atomic<int64_t> taken[2] = {};
+        int64_t phase = 0;
+    };
+    int64_t threads_;
+    std::vector<Member> members_;
     alignas(64) std::atomic<int64_t> arrived_{0};
     alignas(64) std::atomic<int64_t> turn_{0};
 };
@@ -322,8 +339,8 @@ struct Embed {
     int64_t width;
     Rows out;
 };
-template <class T> void run(const Embed &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, s.tokens, 16, [&](int64_t t) {
+template <class T> void run(const Embed &op, const Step &s, Team &team) {
+    team.share(s.tokens, [&](int64_t t, int64_t) {
         std::memcpy(op.out.row<T>(t), static_cast<const T *>(op.table) + s.token_ids[t] * op.width,
                     op.width * sizeof(T));
     });
@@ -337,8 +354,8 @@ struct Angles {
     float scaling;
     Rows cosines, sines;
 };
-template <class T> void run(const Angles &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, s.tokens, 8, [&](int64_t t) {
+template <class T> void run(const Angles &op, const Step &s, Team &team) {
+    team.share(s.tokens, [&](int64_t t, int64_t) {
         for (int64_t i = 0; i < op.half; i++) {
             float angle = float(s.positions[t]) * op.frequencies[i];
             op.cosines.row<float>(t)[i] = std::cos(angle) * op.scaling;
@@ -375,8 +392,9 @@ struct Norm {
     float epsilon;
     int64_t rounded, sampled;
 };
-template <class T> void run(const Norm &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, op.sampled ? s.sampled : s.tokens, 8, [&](int64_t t) {
+template <class T> void run(const Norm &op, const Step &s, Team &team) {
+    team.share(op.sampled ? s.sampled : s.tokens, [&](int64_t t, int64_t mine) {
+        if (t + 1 < mine) ask_for(op.x.row<T>(t + 1), op.width);
         normalise(op.x.row<T>(t), op.out.row<T>(t), op.weight, op.width, op.epsilon, op.rounded);
     });
 }
@@ -387,8 +405,8 @@ struct Select {
     Rows x, out;
     int64_t width;
 };
-template <class T> void run(const Select &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, s.sampled, 16, [&](int64_t i) {
+template <class T> void run(const Select &op, const Step &s, Team &team) {
+    team.share(s.sampled, [&](int64_t i, int64_t) {
         std::memcpy(op.out.row<T>(i), op.x.row<T>(s.samples[i]), op.width * sizeof(T));
     });
 }
@@ -401,8 +419,8 @@ struct GatedNorm {
     int64_t heads, dim;
     float epsilon;
 };
-template <class T> void run(const GatedNorm &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, s.tokens, 4, [&](int64_t t) {
+template <class T> void run(const GatedNorm &op, const Step &s, Team &team) {
+    team.share(s.tokens, [&](int64_t t, int64_t) {
         for (int64_t h = 0; h < op.heads; h++) {
             T *x = op.x.row<T>(t) + h * op.dim;
             const T *gate = op.gate.row<T>(t) + h * op.dim;
@@ -422,8 +440,8 @@ struct SigmoidGate {
     Rows x, gate;
     int64_t gate_head_stride, heads, dim;
 };
-template <class T> void run(const SigmoidGate &op, const Step &s, Team &team, int64_t index) {
-    team.share(index, s.tokens, 8, [&](int64_t t) {
+template <class T> void run(const SigmoidGate &op, const Step &s, Team &team) {
+    team.share(s.tokens, [&](int64_t t, int64_t) {
         for (int64_t h = 0; h < op.heads; h++) {
             T *x = op.x.row<T>(t) + h * op.dim;
             const T *gate = op.gate.row<T>(t) + h * op.gate_head_stride;
@@ -460,6 +478,19 @@ struct Linear {
 };
 
 inline int64_t panels_of(const Linear &op) { return ceiling(op.outputs, op.gated ? PANEL / 2 : PANEL); }
+
+// How a product is divided: the first so many rows with all panels, then the next ones. Many rows are so divided by rows
+// among the threads, a few by panels.
+struct Division {
+    // Two gated panels make a cache line of a row: no two threads write to one.
+    int64_t rows, panels, together, units, items;
+
+    Division(const Linear &op, const Step &s)
+        : rows(op.sampled ? s.sampled : s.tokens), panels(panels_of(op)), together(op.gated ? 2 : 1),
+          units(ceiling(panels, together)), items(units * ceiling(rows, CHUNK_ROWS)) {}
+    int64_t panel_of(int64_t item) const { return item % units * together; }
+    int64_t row_of(int64_t item) const { return item / units * CHUNK_ROWS; }
+};
 
 // Adds bias and residual, or gates, and stores one row of a panel.
 template <class T> inline void finish(const Linear &op, int64_t row, int64_t panel, Vec a, Vec b) {
@@ -629,27 +660,26 @@ template <class T> void quantise_row(const Linear &op, int64_t row) {
 
 // `following` is the next product of the program, or null.
 template <class T>
-void run(const Linear &op, const Step &s, Team &team, int64_t index, const Linear *following) {
-    int64_t rows = op.sampled ? s.sampled : s.tokens, panels = panels_of(op), chunks = ceiling(rows, CHUNK_ROWS);
-    int phase = 0;
+void run(const Linear &op, const Step &s, Team &team, const Linear *following) {
+    Division d(op, s);
     if (op.format >= INT8) {
-        team.share_phase(index, phase++, rows, 4, [&](int64_t row) { quantise_row<T>(op, row); });
+        team.share(d.rows, [&](int64_t row, int64_t) { quantise_row<T>(op, row); });
         team.meet();
     }
-    // Two gated panels make a cache line of a row: no two threads write to one.
-    int64_t together = op.gated ? 2 : 1, units = ceiling(panels, together);
-    int64_t at_once = rows == 1 ? std::max<int64_t>(1, units / (8 * team.threads)) : 1;
-    team.share_phase(index, phase, units * chunks, at_once, [&](int64_t i) {
-        int64_t first = i / chunks * together, row = i % chunks * CHUNK_ROWS, end = std::min(rows, row + CHUNK_ROWS);
-        for (int64_t panel = first; panel < std::min(panels, first + together); panel++) {
-            // The last tile that works on a panel asks for the one that its thread will take next: of this weight, or of
-            // the product that follows, so that memory is never idle while threads meet.
-            const char *own = panel_at(op, panel), *after = own;
-            int64_t next = panel % together + 1 < together ? panel + 1 : first + team.threads * together;
-            if (end == rows && next < panels) after = panel_at(op, next);
-            else if (end == rows && following)
-                after = panel_at(*following, std::min(next - panels, panels_of(*following) - 1));
-            auto ahead = [&](int64_t behind) { return behind == end ? after : own; };
+    team.share(d.items, [&](int64_t item, int64_t mine) {
+        int64_t row = d.row_of(item), end = std::min(d.rows, row + CHUNK_ROWS);
+        int64_t panel = d.panel_of(item), last = std::min(d.panels, panel + d.together) - 1;
+        for (; panel <= last; panel++) {
+            // A tile asks for the rows of the next one, and the last tile of a panel for the panel that its thread will
+            // take next: of this weight, or of the product that follows, so that memory is not idle while threads meet.
+            const char *after = panel_at(op, (panel + 1) % d.panels);
+            if (panel == last && item + 1 == mine && following) {
+                Division next(*following, s);
+                after = panel_at(*following, next.items ? next.panel_of(team.part(next.items)) : 0);
+            }
+            auto ahead = [&](int64_t behind) {
+                return behind == end ? after : reinterpret_cast<const char *>(op.x.row<T>(behind));
+            };
             auto bytes = [&](auto format) {
                 by_rows<BYTE_ROWS>(row, end, [&](int64_t r, auto m) {
                     multiply_bytes<m(), T, format()>(op, r, panel, ahead(r + m()));
@@ -1130,11 +1160,11 @@ template <class T> void merge_row(const Attention &op, const Schedule &schedule,
     write_row<T>(op, m.job, row, mixed, total);
 }
 
-template <class T> void run(const Attention &op, const Step &s, Team &team, int64_t index, Schedule &schedule) {
+template <class T> void run(const Attention &op, const Step &s, Team &team, Schedule &schedule) {
     int64_t group = op.heads / op.kv_heads, dim = op.dim;
-    team.share_phase(index, 0, s.tokens, 4, [&](int64_t t) { prepare<T>(op, s, t); });
+    team.share(s.tokens, [&](int64_t t, int64_t) { prepare<T>(op, s, t); });
     team.meet();
-    team.share_phase(index, 1, schedule.jobs.size(), 1, [&](int64_t j) {
+    team.share(schedule.jobs.size(), [&](int64_t j, int64_t) {
         const Job &job = schedule.jobs[j];
         int64_t rows = job.tokens * job.heads * group;
         scratch.restart();
@@ -1146,7 +1176,7 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, int6
     });
     if (schedule.merges.empty()) return;
     team.meet();
-    team.share_phase(index, 2, schedule.merges.size(), 1, [&](int64_t i) {
+    team.share(schedule.merges.size(), [&](int64_t i, int64_t) {
         const Merge &m = schedule.merges[i];
         for (int64_t r = 0; r < m.job.tokens * m.job.heads * group; r++) {
             scratch.restart();
@@ -1237,10 +1267,10 @@ template <class T> void recur_once(const DeltaRule &op, int64_t t, int64_t head,
 // Tokens after each other on a few columns of a state, copied to where they fit the nearest cache. One pass for each:
 // it writes what the token before left to write, and reads for this one. Decay is kept aside as the product of all so
 // far, S = scale S', and only brought into the state where it would become too small a divisor.
-constexpr int64_t RECUR_TOKENS = 32;
+constexpr int64_t RECUR_TOKENS = 32, RECUR_VECS = 2;
 constexpr float LEAST_SCALE = 1e-12f;
 template <class T> void recur_many(const DeltaRule &op, int64_t begin, int64_t end, int64_t head, float *state) {
-    constexpr int64_t N = 2, COLUMNS = N * LANES;
+    constexpr int64_t N = RECUR_VECS, COLUMNS = N * LANES;
     int64_t K = op.key_dim, V = op.value_dim, width = K + LANES;
     float *queries = scratch.take<float>(RECUR_TOKENS * width), *keys = scratch.take<float>(RECUR_TOKENS * width);
     float *columns = scratch.take<float>(K * COLUMNS);
@@ -1250,7 +1280,8 @@ template <class T> void recur_many(const DeltaRule &op, int64_t begin, int64_t e
         for (int64_t t = 0; t < tokens; t++)
             gates[t] = prepare<T>(op, begin + t, head, queries + t * width, keys + t * width);
         for (int64_t v = 0; v < V; v += COLUMNS) {
-            int64_t count[N] = {V - v, V - v - LANES};
+            int64_t count[N];
+            for (int n = 0; n < N; n++) count[n] = V - v - n * LANES;
             for (int64_t i = 0; i < K; i++)
                 for (int n = 0; n < N; n++)
                     store(columns + i * COLUMNS + n * LANES,
@@ -1300,20 +1331,31 @@ template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int
     scratch.restart();
     float *state = op.states + s.slots[b] * op.slot_stride + head * op.key_dim * op.value_dim;
     int64_t begin = s.bounds[b], end = s.bounds[b + 1];
+    if (s.starts[b] == 0) std::fill_n(state, op.key_dim * op.value_dim, 0.0f);
     if (end - begin >= 4) return recur_many<T>(op, begin, end, head, state);
     for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
 // `longest_first` has the sequences of the step, so that no thread is left with a long one at the end.
 template <class T>
-void run(const DeltaRule &op, const Step &s, Team &team, int64_t index, const std::vector<int64_t> &longest_first) {
-    team.share(index, s.sequences * op.value_heads, 1,
-               [&](int64_t i) { recur<T>(op, s, longest_first[i / op.value_heads], i % op.value_heads); });
+void run(const DeltaRule &op, const Step &s, Team &team, const std::vector<int64_t> &longest_first) {
+    int64_t heads = op.value_heads;
+    team.share(s.sequences * heads, [&](int64_t item, int64_t mine) {
+        if (item + 1 < mine) {
+            int64_t t = s.bounds[longest_first[(item + 1) / heads]], head = (item + 1) % heads;
+            int64_t key_head = head / (heads / op.key_heads);
+            ask_for(op.query.row<T>(t) + key_head * op.key_dim, op.key_dim);
+            ask_for(op.key.row<T>(t) + key_head * op.key_dim, op.key_dim);
+            ask_for(op.value.row<T>(t) + head * op.value_dim, op.value_dim);
+        }
+        recur<T>(op, s, longest_first[item / heads], item % heads);
+    });
 }
 
 // ---- causal convolution
 
-// Of every channel over each sequence, then silu; tails [slots, width - 1, channels] are read and then replaced.
+// Of every channel over each sequence, then silu; tails [slots, width - 1, channels] are read and then replaced. A
+// sequence that starts has zeros before it, whatever its slot holds.
 struct Convolve {
     int64_t kind;
     Rows x, out;
@@ -1323,24 +1365,30 @@ struct Convolve {
 };
 
 // Channels in blocks, each for all sequences: its taps are converted once.
-template <class T> void run(const Convolve &op, const Step &s, Team &team, int64_t index) {
-    constexpr int64_t BLOCK = 128;
+template <class T> void run(const Convolve &op, const Step &s, Team &team) {
+    constexpr int64_t BLOCK = 128, AHEAD = 8;  // channels; tokens and sequences that are asked for before their turn
     int64_t width = op.width, reach = width - 1;
-    team.share(index, ceiling(op.channels, BLOCK), 1, [&](int64_t block) {
+    team.share(ceiling(op.channels, BLOCK), [&](int64_t block, int64_t) {
         int64_t first = block * BLOCK, count = std::min(BLOCK, op.channels - first);
         scratch.restart();
         float *taps = scratch.take<float>(width * BLOCK);
         for (int64_t i = 0; i < width; i++)
             for (int64_t n = 0; n < count; n++)
                 taps[i * BLOCK + n] = to_float(static_cast<const T *>(op.weight)[(first + n) * width + i]);
+        auto tail_of = [&](int64_t b) { return reinterpret_cast<T *>(op.tails) + s.slots[b] * op.slot_stride + first; };
         for (int64_t b = 0; b < s.sequences; b++) {
-            T *tail = reinterpret_cast<T *>(op.tails) + s.slots[b] * op.slot_stride + first;
+            T *tail = tail_of(b);
+            if (s.starts[b] == 0)
+                for (int64_t i = 0; i < reach; i++) std::fill_n(tail + i * op.tap_stride, count, T{});
+            if (b + AHEAD < s.sequences)
+                for (int64_t i = 0; i < reach; i++) ask_for(tail_of(b + AHEAD) + i * op.tap_stride, count);
             int64_t begin = s.bounds[b], length = s.bounds[b + 1] - begin;
             auto input = [&](int64_t t) -> const T * {
                 return t < 0 ? tail + (reach + t) * op.tap_stride : op.x.row<T>(begin + t) + first;
             };
             for (int64_t t = 0; t < length; t++) {
                 T *to = op.out.row<T>(begin + t) + first;
+                if (begin + t + AHEAD < s.tokens) ask_for(op.x.row<T>(begin + t + AHEAD) + first, count);
                 for (int64_t n = 0; n < count; n += LANES) {
                     Vec total = {};
                     for (int64_t i = 0; i < width; i++)
@@ -1366,7 +1414,7 @@ int64_t scratch_bytes(const void *const *operations, int64_t count, const std::v
         if (kind_of(operations[i]) == CONVOLVE)
             bytes = std::max(bytes, as<Convolve>(operations[i]).width * 128 * 4 + 4096);
         if (kind_of(operations[i]) == DELTA_RULE)
-            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 4 * (2 * RECUR_TOKENS + 32) + 4096);
+            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 4 * (2 * RECUR_TOKENS + RECUR_VECS * LANES) + 4096);
     }
     for (const Schedule &s : schedules)
         bytes = std::max(bytes, s.most_rows * (s.dim * 5 + 8) + 4 * Running::floats(s.most_rows, s.dim) + 4096);
@@ -1375,7 +1423,7 @@ int64_t scratch_bytes(const void *const *operations, int64_t count, const std::v
 
 template <class T>
 int64_t run_all(const void *const *operations, int64_t count, const Step &step, int64_t threads, double *seconds) {
-    Team team(count);
+    Team team(threads);
     // Layers of one shape divide the work alike.
     std::vector<Schedule> schedules;
     std::vector<int64_t> schedule_of(count, -1);
@@ -1407,22 +1455,22 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
     {
         if (!scratch.reserve(bytes)) enough = false;
 #pragma omp single
-        team.threads = omp_get_num_threads();
+        team.join(omp_get_num_threads());
         bool first = omp_get_thread_num() == 0;
         double before = seconds && first ? omp_get_wtime() : 0;
         for (int64_t i = 0; i < count && enough; i++) {
             const void *op = operations[i];
             switch (kind_of(op)) {
-            case EMBED: run<T>(as<Embed>(op), step, team, i); break;
-            case ANGLES: run<T>(as<Angles>(op), step, team, i); break;
-            case NORM: run<T>(as<Norm>(op), step, team, i); break;
-            case SELECT: run<T>(as<Select>(op), step, team, i); break;
-            case LINEAR: run<T>(as<Linear>(op), step, team, i, following[i]); break;
-            case ATTENTION: run<T>(as<Attention>(op), step, team, i, schedules[schedule_of[i]]); break;
-            case CONVOLVE: run<T>(as<Convolve>(op), step, team, i); break;
-            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, i, longest_first); break;
-            case GATED_NORM: run<T>(as<GatedNorm>(op), step, team, i); break;
-            case SIGMOID_GATE: run<T>(as<SigmoidGate>(op), step, team, i); break;
+            case EMBED: run<T>(as<Embed>(op), step, team); break;
+            case ANGLES: run<T>(as<Angles>(op), step, team); break;
+            case NORM: run<T>(as<Norm>(op), step, team); break;
+            case SELECT: run<T>(as<Select>(op), step, team); break;
+            case LINEAR: run<T>(as<Linear>(op), step, team, following[i]); break;
+            case ATTENTION: run<T>(as<Attention>(op), step, team, schedules[schedule_of[i]]); break;
+            case CONVOLVE: run<T>(as<Convolve>(op), step, team); break;
+            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, longest_first); break;
+            case GATED_NORM: run<T>(as<GatedNorm>(op), step, team); break;
+            case SIGMOID_GATE: run<T>(as<SigmoidGate>(op), step, team); break;
             }
             team.meet();
             if (seconds && first) {
