@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random as python_random
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,16 +277,17 @@ LONG = [3000, 1600, 6]
 def test_long_contexts_are_split_and_merged(dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     """Pieces of a context are weighed up, whatever the number of threads that it is split for."""
     torch.manual_seed(dim)
-    case = Case.drawn(python_random.Random(dim), Heads(1, group, dim), LONG, block_size, dtype)
+    case = Case.drawn(python_random.Random(dim), Heads(2, group, dim), LONG, block_size, dtype)
     program, _, out = case.program()
     first, last = [(0, 0, 2999), (1, 0, 1550)], [(0, 2999, 1), (1, 1550, 50), (2, 0, 6)]
+    alone = [(0, 2999, 1)]
     with threads(2):
         run(program, batch := case.batch(first))
     case.check(result(program, out, len(batch.token_ids)), first, tolerance_of(dtype), most=60)
-    for count in (1, 2, 5):
+    for step, count in itertools.product((last, alone), (1, 2, 5)):
         with threads(count):
-            run(program, batch := case.batch(last))
-        case.check(result(program, out, len(batch.token_ids)), last, tolerance_of(dtype))
+            run(program, batch := case.batch(step))
+        case.check(result(program, out, len(batch.token_ids)), step, tolerance_of(dtype))
     case.check_arena(sum(LONG))
 
 

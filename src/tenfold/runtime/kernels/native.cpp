@@ -781,7 +781,7 @@ template <class T> void prepare(const Attention &op, const Step &s, int64_t toke
 
 // Some query tokens of one sequence, heads of keys and their groups of queries, a part of the context.
 //
-// One of many tokens takes all heads in one job, so that a block is read in the order it lies in memory. Tokens of a
+// A token that decodes takes all heads in one job, so that a block is read in the order it lies in memory. Tokens of a
 // prefill are cut into pieces of one head each, and so is a token where threads would find nothing to do. What costs
 // more than a fair share is cut along the context: its pieces leave maxima, sums and sums of values in `parts`, and
 // `merge` weighs them up.
@@ -822,14 +822,16 @@ struct Schedule {
 inline int64_t cost_of(const Job &job, int64_t group) { return job.heads * (4 + job.tokens * group); }
 
 // Cut the step into jobs of a fair share at most: every thread gets about eight where the work allows, and none is
-// shorter than 256 tokens. The longest come first, so that no thread is left with one at the end.
+// shorter than SHORTEST keys. The longest come first, so that no thread is left with one at the end.
+constexpr int64_t SHORTEST = 256;
 void divide(Schedule &schedule, const Step &s, int64_t threads) {
     int64_t group = schedule.heads / schedule.kv_heads, dim = schedule.dim;
     int64_t tokens_of_tile = std::max<int64_t>(1, QUERY_ROWS / group), cost = 0;
     std::vector<Job> whole;
     for (int64_t b = 0; b < s.sequences; b++) {
         int64_t first = s.bounds[b], length = s.bounds[b + 1] - first;
-        int64_t heads = length == 1 && s.sequences > threads ? schedule.kv_heads : 1;
+        bool pieces_enough = s.sequences > threads || s.starts[b] >= 4 * SHORTEST * threads;
+        int64_t heads = length == 1 && pieces_enough ? schedule.kv_heads : 1;
         for (int64_t t = 0; t < length; t += tokens_of_tile) {
             int64_t tokens = std::min(tokens_of_tile, length - t);
             for (int64_t h = 0; h < schedule.kv_heads; h += heads) {
@@ -841,7 +843,7 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
     int64_t share = cost / (8 * threads) + 1, parts = 0;
     for (Job job : whole) {
         int64_t rows = job.tokens * job.heads * group;
-        int64_t longest = std::max<int64_t>(256, round_up(share / cost_of(job, group) + 1, TILE));
+        int64_t longest = std::max(SHORTEST, round_up(share / cost_of(job, group) + 1, TILE));
         int64_t pieces = threads == 1 ? 1 : ceiling(job.end, longest);
         schedule.most_rows = std::max(schedule.most_rows, rows);
         if (pieces == 1) {
