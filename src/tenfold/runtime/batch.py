@@ -7,6 +7,7 @@ changed, so building a batch costs by the tokens of the step and not by the leng
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -87,38 +88,43 @@ class Rows:
                 tables[entry.row] = tables[entry.source]
         for rewrite in plan.rewrites:
             tables[rewrite.row, rewrite.place] = rewrite.block
-        rows = np.array([w.row for w in plan.work], dtype=np.int64)
-        starts = np.array([w.start for w in plan.work], dtype=np.int64)
-        lengths = np.array([w.length for w in plan.work], dtype=np.int64)
-        bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=bounds[1:])
-        owner = np.repeat(np.arange(len(rows)), lengths)
-        positions = np.arange(bounds[-1]) - (bounds[:-1] - starts)[owner]
-        places = tables[rows[owner], positions // size].astype(np.int64) * size + positions % size
-        sampling = np.flatnonzero([w.sample for w in plan.work])
-        longest = int((starts + lengths).max())
+        work = plan.work
+        rows = np.array([w.row for w in work], dtype=np.int64)
+        starts = np.array([w.start for w in work], dtype=np.int64)
+        # Between steps nothing is in a cache, and every function of NumPy that is called at all takes some 20 us.
+        ends = list(accumulate(w.length for w in work))
+        bounds = np.array([0, *ends], dtype=np.int64)
+        if ends[-1] == len(work):
+            owner, positions = rows, starts
+        else:
+            owner = np.repeat(np.arange(len(work)), [w.length for w in work])
+            positions = np.arange(ends[-1]) - (bounds[:-1] - starts)[owner]
+            owner = rows[owner]
+        block, offset = np.divmod(positions, size)
+        contexts = [w.start + w.length for w in work]
         return Batch(
             token_ids=self._tensor(self._tokens(plan, rows, bounds)),
             positions=self._tensor(positions),
-            places=self._tensor(places),
-            sampled=self._tensor(bounds[1:][sampling] - 1),
+            places=self._tensor(tables[owner, block] * np.int64(size) + offset),
+            sampled=self._tensor(np.array([end - 1 for w, end in zip(work, ends, strict=True) if w.sample], np.int64)),
             rows=rows,
-            slots=np.array([w.slot for w in plan.work], dtype=np.int64),
+            slots=np.array([w.slot for w in work], dtype=np.int64),
             starts=starts,
-            contexts=starts + lengths,
+            contexts=np.array(contexts, dtype=np.int64),
             bounds=bounds,
-            tables=tables[rows, : self.spec.blocks_for(longest)],
+            tables=tables[rows, : self.spec.blocks_for(max(contexts))],
             drawn=Draws.of(plan),
         )
 
     def _tokens(self, plan: StepPlan, rows: np.ndarray, bounds: np.ndarray) -> np.ndarray:
         """Known inputs as they are; an input that an earlier step sampled comes from its row."""
+        if bounds[-1] == len(rows):
+            latest: np.ndarray = self.latest[rows]
+            for i, w in enumerate(plan.work):
+                if w.tokens:
+                    latest[i] = w.tokens[0]
+            return latest
         tokens = np.empty(bounds[-1], dtype=np.int64)
-        if len(tokens) == len(rows):
-            tokens[:] = [w.tokens[0] if w.tokens else -1 for w in plan.work]
-            pending = tokens < 0
-            tokens[pending] = self.latest[rows[pending]]
-            return tokens
         for i, w in enumerate(plan.work):
             begin = bounds[i]
             tokens[begin : begin + len(w.tokens)] = w.tokens
