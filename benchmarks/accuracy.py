@@ -69,8 +69,6 @@ def negative_log_likelihood(llm: LLM, tokens: list[int]) -> np.ndarray:
     runner: Any = llm.engine.runner
     blocks = np.arange(-(-len(tokens) // BLOCK), dtype=np.int32)[None]
     step = dataclasses.replace(batch([len(tokens)], [0], blocks), token_ids=torch.tensor(tokens))
-    if runner.spec.slot_pages:
-        runner.memory.clear([0])
     logits = runner.program.forward(step)[:-1]
     following = step.token_ids[1:, None]
     costs = []

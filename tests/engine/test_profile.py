@@ -25,6 +25,7 @@ from tenfold.engine.engine import Engine
 from tenfold.engine.profile import PAGE, TRACKS, Profile
 from tenfold.engine.service import EngineThread
 from tenfold.errors import TenfoldError
+from tenfold.units import format_bytes
 
 PHASES = {"queued", "prefill", "decode"}
 
@@ -226,18 +227,21 @@ def test_it_is_completed_when_the_interpreter_ends(tmp_path: Path) -> None:
     assert len(read(path)) == 1 + 2 * len(TRACKS)
 
 
-def test_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("limit", [20_000, 5 * PAGE, 5 * PAGE + 2])
+def test_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int
+) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.002)
     path = tmp_path / "trace.json"
-    engine = crowd(path, limit=20_000)
+    engine = crowd(path, limit=limit)
     for _ in range(1000):
         engine.profile._file.add({"ph": "C", "pid": 1, "ts": 1.0, "name": "more", "args": {"value": 1}})
     engine.profile.close()
     engine.profile.close()
-    assert 19_000 < path.stat().st_size <= 20_000
+    assert limit - 1000 < path.stat().st_size <= limit
     assert read(path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the profile {path} has reached its limit of 19.5 KiB and ends"
+        f"the profile {path} has reached its limit of {format_bytes(limit)} and ends"
     ]
     assert not engine.profile._file._pending, "nothing piles up"
     assert engine.metrics.requests["cancelled"], "the engine went on"

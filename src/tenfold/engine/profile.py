@@ -103,12 +103,13 @@ class TraceFile:
             for _ in range(len(self._pending)):
                 line = b",\n" + _encode(self._pending.popleft())
                 room = PAGE - (self._size + len(page)) % PAGE
-                if len(line) > room:
-                    self._put(page + b" " * room)
-                    page.clear()
-                full = self._size + len(page) + len(line) + len(END) > self._limit
+                padding = room if len(line) > room else 0
+                full = self._size + len(page) + padding + len(line) + len(END) > self._limit
                 if full:
                     break
+                if padding:
+                    self._put(page + b" " * padding)
+                    page.clear()
                 page += line
             self._put(page)
         except OSError as error:

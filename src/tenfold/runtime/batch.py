@@ -105,7 +105,7 @@ class Rows:
         return Batch(
             token_ids=self._tensor(self._tokens(plan, rows, bounds)),
             positions=self._tensor(positions),
-            places=self._tensor(tables[owner, block] * np.int64(size) + offset),
+            places=self._tensor(tables[owner, block].astype(np.int64) * size + offset),
             sampled=self._tensor(np.array([end - 1 for w, end in zip(work, ends, strict=True) if w.sample], np.int64)),
             rows=rows,
             slots=np.array([w.slot for w in work], dtype=np.int64),

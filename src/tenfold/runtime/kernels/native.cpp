@@ -267,13 +267,12 @@ class Team {
   public:
     explicit Team(int64_t threads) : threads_(threads), members_(threads) {}
 
-    int64_t threads() const { return threads_; }
-    // For every thread before all else, once all know how many there are.
-    void join(int64_t threads) { threads_ = threads; }
+    // How many there turned out to be, said by one of them before any other call.
+    void set_threads(int64_t threads) { threads_ = threads; }
     // Where the part of the calling thread begins, of `items`.
     int64_t part(int64_t items) const { return items * omp_get_thread_num() / threads_; }
 
-    // Calls `work(item, end)` for the items that the calling thread takes; those up to `end` it will likely take next.
+    // Calls `work(item, end)` for the items that the calling thread takes; those up to `end` are likely to be its next.
     // Between this and the next call all threads have to meet.
     template <class F> void share(int64_t items, F work) {
         int64_t me = omp_get_thread_num();
@@ -393,8 +392,8 @@ struct Norm {
     int64_t rounded, sampled;
 };
 template <class T> void run(const Norm &op, const Step &s, Team &team) {
-    team.share(op.sampled ? s.sampled : s.tokens, [&](int64_t t, int64_t mine) {
-        if (t + 1 < mine) ask_for(op.x.row<T>(t + 1), op.width);
+    team.share(op.sampled ? s.sampled : s.tokens, [&](int64_t t, int64_t until) {
+        if (t + 1 < until) ask_for(op.x.row<T>(t + 1), op.width);
         normalise(op.x.row<T>(t), op.out.row<T>(t), op.weight, op.width, op.epsilon, op.rounded);
     });
 }
@@ -479,15 +478,17 @@ struct Linear {
 
 inline int64_t panels_of(const Linear &op) { return ceiling(op.outputs, op.gated ? PANEL / 2 : PANEL); }
 
-// How a product is divided: the first so many rows with all panels, then the next ones. Many rows are so divided by rows
-// among the threads, a few by panels.
-struct Division {
-    // Two gated panels make a cache line of a row: no two threads write to one.
-    int64_t rows, panels, together, units, items;
+// The items of a product: CHUNK_ROWS rows with one panel after the other, then the rows that follow. So threads share
+// many rows by rows, and a few by panels.
+struct ProductItems {
+    int64_t rows, panels;
+    int64_t together;  // panels of an item: two gated ones make a cache line of a row, which only one thread writes then
+    int64_t units;     // items of the same rows
+    int64_t count;
 
-    Division(const Linear &op, const Step &s)
+    ProductItems(const Linear &op, const Step &s)
         : rows(op.sampled ? s.sampled : s.tokens), panels(panels_of(op)), together(op.gated ? 2 : 1),
-          units(ceiling(panels, together)), items(units * ceiling(rows, CHUNK_ROWS)) {}
+          units(ceiling(panels, together)), count(units * ceiling(rows, CHUNK_ROWS)) {}
     int64_t panel_of(int64_t item) const { return item % units * together; }
     int64_t row_of(int64_t item) const { return item / units * CHUNK_ROWS; }
 };
@@ -520,7 +521,7 @@ inline const char *panel_at(const Linear &op, int64_t panel) {
     return static_cast<const char *>(op.weight) + panel * PANEL * op.inputs * halves[op.format] / 2;
 }
 
-// Asks for the PANEL units of `ahead` that are as far from it as a step's are from `begin`.
+// Asks for the bytes from `ahead + distance` on, as many as PANEL units have.
 inline void ask_ahead(const char *ahead, int64_t distance) {
     for (int64_t b = 0; b < PANEL * 4; b += 64) __builtin_prefetch(ahead + distance + b, 0, 2);
 }
@@ -661,25 +662,27 @@ template <class T> void quantise_row(const Linear &op, int64_t row) {
 // `following` is the next product of the program, or null.
 template <class T>
 void run(const Linear &op, const Step &s, Team &team, const Linear *following) {
-    Division d(op, s);
+    ProductItems items(op, s);
     if (op.format >= INT8) {
-        team.share(d.rows, [&](int64_t row, int64_t) { quantise_row<T>(op, row); });
+        team.share(items.rows, [&](int64_t row, int64_t) { quantise_row<T>(op, row); });
         team.meet();
     }
-    team.share(d.items, [&](int64_t item, int64_t mine) {
-        int64_t row = d.row_of(item), end = std::min(d.rows, row + CHUNK_ROWS);
-        int64_t panel = d.panel_of(item), last = std::min(d.panels, panel + d.together) - 1;
+    auto row_at = [&](int64_t row) {
+        return op.format >= INT8 ? reinterpret_cast<const char *>(op.bytes + row * op.inputs)
+                                 : reinterpret_cast<const char *>(op.x.row<T>(row));
+    };
+    team.share(items.count, [&](int64_t item, int64_t until) {
+        int64_t row = items.row_of(item), end = std::min(items.rows, row + CHUNK_ROWS);
+        int64_t panel = items.panel_of(item), last = std::min(items.panels, panel + items.together) - 1;
         for (; panel <= last; panel++) {
             // A tile asks for the rows of the next one, and the last tile of a panel for the panel that its thread will
             // take next: of this weight, or of the product that follows, so that memory is not idle while threads meet.
-            const char *after = panel_at(op, (panel + 1) % d.panels);
-            if (panel == last && item + 1 == mine && following) {
-                Division next(*following, s);
-                after = panel_at(*following, next.items ? next.panel_of(team.part(next.items)) : 0);
+            const char *after = panel_at(op, (panel + 1) % items.panels);
+            if (panel == last && item + 1 == until && following) {
+                ProductItems next(*following, s);
+                after = panel_at(*following, next.count ? next.panel_of(team.part(next.count)) : 0);
             }
-            auto ahead = [&](int64_t behind) {
-                return behind == end ? after : reinterpret_cast<const char *>(op.x.row<T>(behind));
-            };
+            auto ahead = [&](int64_t behind) { return behind == end ? after : row_at(behind); };
             auto bytes = [&](auto format) {
                 by_rows<BYTE_ROWS>(row, end, [&](int64_t r, auto m) {
                     multiply_bytes<m(), T, format()>(op, r, panel, ahead(r + m()));
@@ -810,6 +813,14 @@ struct Running {
     }
 };
 
+// What is sorted, dealt out in turns to the parts of the threads, each of which is sorted too.
+template <class V> std::vector<V> dealt(const std::vector<V> &sorted, int64_t threads) {
+    std::vector<V> parts;
+    for (int64_t first = 0; first < threads; first++)
+        for (int64_t i = first; i < int64_t(sorted.size()); i += threads) parts.push_back(sorted[i]);
+    return parts;
+}
+
 struct Schedule {
     int64_t heads, kv_heads, dim;  // what it was made for
     std::vector<Job> jobs;
@@ -822,7 +833,7 @@ struct Schedule {
 inline int64_t cost_of(const Job &job, int64_t group) { return job.heads * (4 + job.tokens * group); }
 
 // Cut the step into jobs of a fair share at most: every thread gets about eight where the work allows, and none is
-// shorter than SHORTEST keys. The longest come first, so that no thread is left with one at the end.
+// shorter than SHORTEST keys. In the part of each, the longest come first: none is left with one at the end.
 constexpr int64_t SHORTEST = 256;
 void divide(Schedule &schedule, const Step &s, int64_t threads) {
     int64_t group = schedule.heads / schedule.kv_heads, dim = schedule.dim;
@@ -863,6 +874,7 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
     std::stable_sort(schedule.jobs.begin(), schedule.jobs.end(), [&](const Job &a, const Job &b) {
         return (a.end - a.begin) * cost_of(a, group) > (b.end - b.begin) * cost_of(b, group);
     });
+    schedule.jobs = dealt(schedule.jobs, threads);
     schedule.parts.resize(parts);
 }
 
@@ -1178,12 +1190,11 @@ template <class T> void run(const Attention &op, const Step &s, Team &team, Sche
     });
     if (schedule.merges.empty()) return;
     team.meet();
-    team.share(schedule.merges.size(), [&](int64_t i, int64_t) {
-        const Merge &m = schedule.merges[i];
-        for (int64_t r = 0; r < m.job.tokens * m.job.heads * group; r++) {
-            scratch.restart();
-            merge_row<T>(op, schedule, m, r);
-        }
+    team.share(schedule.merges.size() * schedule.most_rows, [&](int64_t i, int64_t) {
+        const Merge &m = schedule.merges[i / schedule.most_rows];
+        int64_t row = i % schedule.most_rows;
+        scratch.restart();
+        if (row < m.job.tokens * m.job.heads * group) merge_row<T>(op, schedule, m, row);
     });
 }
 
@@ -1338,12 +1349,12 @@ template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int
     for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
-// `longest_first` has the sequences of the step, so that no thread is left with a long one at the end.
+// `longest_first` has the sequences of the step in the order of threads' parts: none is left with a long one at the end.
 template <class T>
 void run(const DeltaRule &op, const Step &s, Team &team, const std::vector<int64_t> &longest_first) {
     int64_t heads = op.value_heads;
-    team.share(s.sequences * heads, [&](int64_t item, int64_t mine) {
-        if (item + 1 < mine) {
+    team.share(s.sequences * heads, [&](int64_t item, int64_t until) {
+        if (item + 1 < until) {
             int64_t t = s.bounds[longest_first[(item + 1) / heads]], head = (item + 1) % heads;
             int64_t key_head = head / (heads / op.key_heads);
             ask_for(op.query.row<T>(t) + key_head * op.key_dim, op.key_dim);
@@ -1415,8 +1426,10 @@ int64_t scratch_bytes(const void *const *operations, int64_t count, const std::v
     for (int64_t i = 0; i < count; i++) {
         if (kind_of(operations[i]) == CONVOLVE)
             bytes = std::max(bytes, as<Convolve>(operations[i]).width * 128 * 4 + 4096);
-        if (kind_of(operations[i]) == DELTA_RULE)
-            bytes = std::max(bytes, (as<DeltaRule>(operations[i]).key_dim + LANES) * 4 * (2 * RECUR_TOKENS + RECUR_VECS * LANES) + 4096);
+        if (kind_of(operations[i]) == DELTA_RULE) {
+            int64_t of_token = (as<DeltaRule>(operations[i]).key_dim + LANES) * 4;
+            bytes = std::max(bytes, of_token * (2 * RECUR_TOKENS + RECUR_VECS * LANES) + 4096);
+        }
     }
     for (const Schedule &s : schedules)
         bytes = std::max(bytes, s.most_rows * (s.dim * 5 + 8) + 4 * Running::floats(s.most_rows, s.dim) + 4096);
@@ -1445,6 +1458,7 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
     auto length = [&](int64_t b) { return step.bounds[b + 1] - step.bounds[b]; };
     std::stable_sort(longest_first.begin(), longest_first.end(),
                      [&](int64_t a, int64_t b) { return length(a) > length(b); });
+    longest_first = dealt(longest_first, threads);
     std::vector<const Linear *> following(count, nullptr);
     const Linear *latest = nullptr;
     for (int64_t i = count - 1; i >= 0; i--) {
@@ -1457,7 +1471,7 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
     {
         if (!scratch.reserve(bytes)) enough = false;
 #pragma omp single
-        team.join(omp_get_num_threads());
+        team.set_threads(omp_get_num_threads());
         bool first = omp_get_thread_num() == 0;
         double before = seconds && first ? omp_get_wtime() : 0;
         for (int64_t i = 0; i < count && enough; i++) {
