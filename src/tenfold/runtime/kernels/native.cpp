@@ -17,7 +17,9 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #include <omp.h>
 #include <sched.h>
@@ -759,18 +761,25 @@ void store_bytes(const Attention &op, const T *key, const T *value, int64_t at, 
 // Queries are normalised and rotated where they are; keys and values go to their places in the arena.
 template <class T> void prepare(const Attention &op, const Step &s, int64_t token) {
     constexpr int U = unit<T>;
-    int64_t dim = op.dim, place = s.places[token], offset = place % op.block_size;
+    int64_t dim = op.dim, place = s.places[token], offset = place % op.block_size, lane = offset % SUB_BLOCK;
+    auto place_of = [&](int64_t h) {
+        return place / op.block_size * op.page_stride +
+               (h * (op.block_size / SUB_BLOCK) + offset / SUB_BLOCK) * SUB_BLOCK * dim;
+    };
+    // A key goes to as many lines as it has units: they come while queries are rotated.
+    int64_t line = op.key_scales ? 64 : 64 / sizeof(T);
+    for (int64_t h = 0; h < op.kv_heads; h++)
+        for (int64_t i = 0; i < SUB_BLOCK * dim; i += line)
+            __builtin_prefetch(op.keys + (place_of(h) + i) * (op.key_scales ? 1 : int64_t(sizeof(T))), 1);
     for (int64_t h = 0; h < op.heads; h++) {
         T *query = op.query.row<T>(token) + h * op.query_head_stride;
         prepare_head(op, token, query, op.query_norm, query);
     }
-    int64_t lane = offset % SUB_BLOCK;
     for (int64_t h = 0; h < op.kv_heads; h++) {
         T key[1024];
         prepare_head(op, token, op.key.row<T>(token) + h * dim, op.key_norm, key);
         const T *value = op.value.row<T>(token) + h * dim;
-        int64_t at = place / op.block_size * op.page_stride +
-                     (h * (op.block_size / SUB_BLOCK) + offset / SUB_BLOCK) * SUB_BLOCK * dim;
+        int64_t at = place_of(h);
         if (op.key_scales) {
             store_bytes(op, key, value, at, lane, place / op.block_size * op.scale_stride + h * op.block_size + offset);
             continue;
@@ -813,14 +822,6 @@ struct Running {
     }
 };
 
-// What is sorted, dealt out in turns to the parts of the threads, each of which is sorted too.
-template <class V> std::vector<V> dealt(const std::vector<V> &sorted, int64_t threads) {
-    std::vector<V> parts;
-    for (int64_t first = 0; first < threads; first++)
-        for (int64_t i = first; i < int64_t(sorted.size()); i += threads) parts.push_back(sorted[i]);
-    return parts;
-}
-
 struct Schedule {
     int64_t heads, kv_heads, dim;  // what it was made for
     std::vector<Job> jobs;
@@ -833,7 +834,8 @@ struct Schedule {
 inline int64_t cost_of(const Job &job, int64_t group) { return job.heads * (4 + job.tokens * group); }
 
 // Cut the step into jobs of a fair share at most: every thread gets about eight where the work allows, and none is
-// shorter than SHORTEST keys. In the part of each, the longest come first: none is left with one at the end.
+// shorter than SHORTEST keys. They are in the order of tokens as far as threads' parts go, for a thread has prepared the
+// tokens of its own; within a part the longest come first, so that none is left with one at the end.
 constexpr int64_t SHORTEST = 256;
 void divide(Schedule &schedule, const Step &s, int64_t threads) {
     int64_t group = schedule.heads / schedule.kv_heads, dim = schedule.dim;
@@ -871,10 +873,11 @@ void divide(Schedule &schedule, const Step &s, int64_t threads) {
             parts += Running::floats(rows, dim);
         }
     }
-    std::stable_sort(schedule.jobs.begin(), schedule.jobs.end(), [&](const Job &a, const Job &b) {
-        return (a.end - a.begin) * cost_of(a, group) > (b.end - b.begin) * cost_of(b, group);
-    });
-    schedule.jobs = dealt(schedule.jobs, threads);
+    auto order = [&](const Job &job) {
+        return std::make_pair(job.first * threads / s.tokens, (job.begin - job.end) * cost_of(job, group));
+    };
+    std::stable_sort(schedule.jobs.begin(), schedule.jobs.end(),
+                     [&](const Job &a, const Job &b) { return order(a) < order(b); });
     schedule.parts.resize(parts);
 }
 
@@ -1349,19 +1352,19 @@ template <class T> void recur(const DeltaRule &op, const Step &s, int64_t b, int
     for (int64_t t = begin; t < end; t++, scratch.restart()) recur_once<T>(op, t, head, state);
 }
 
-// `longest_first` has the sequences of the step in the order of threads' parts: none is left with a long one at the end.
+// `order` has the sequences of the step, those of a thread's part with the longest first: none is left with one at the end.
 template <class T>
-void run(const DeltaRule &op, const Step &s, Team &team, const std::vector<int64_t> &longest_first) {
+void run(const DeltaRule &op, const Step &s, Team &team, const std::vector<int64_t> &order) {
     int64_t heads = op.value_heads;
     team.share(s.sequences * heads, [&](int64_t item, int64_t until) {
         if (item + 1 < until) {
-            int64_t t = s.bounds[longest_first[(item + 1) / heads]], head = (item + 1) % heads;
+            int64_t t = s.bounds[order[(item + 1) / heads]], head = (item + 1) % heads;
             int64_t key_head = head / (heads / op.key_heads);
             ask_for(op.query.row<T>(t) + key_head * op.key_dim, op.key_dim);
             ask_for(op.key.row<T>(t) + key_head * op.key_dim, op.key_dim);
             ask_for(op.value.row<T>(t) + head * op.value_dim, op.value_dim);
         }
-        recur<T>(op, s, longest_first[item / heads], item % heads);
+        recur<T>(op, s, order[item / heads], item % heads);
     });
 }
 
@@ -1453,12 +1456,12 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
         schedules.push_back({op.heads, op.kv_heads, op.dim, {}, {}, {}, 0});
         divide(schedules.back(), step, threads);
     }
-    std::vector<int64_t> longest_first(step.sequences);
-    for (int64_t b = 0; b < step.sequences; b++) longest_first[b] = b;
-    auto length = [&](int64_t b) { return step.bounds[b + 1] - step.bounds[b]; };
-    std::stable_sort(longest_first.begin(), longest_first.end(),
-                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
-    longest_first = dealt(longest_first, threads);
+    std::vector<int64_t> order(step.sequences);  // by thread's part, and longest first
+    std::iota(order.begin(), order.end(), 0);
+    auto place = [&](int64_t b) {
+        return std::make_pair(step.bounds[b] * threads / step.tokens, step.bounds[b] - step.bounds[b + 1]);
+    };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return place(a) < place(b); });
     std::vector<const Linear *> following(count, nullptr);
     const Linear *latest = nullptr;
     for (int64_t i = count - 1; i >= 0; i--) {
@@ -1484,7 +1487,7 @@ int64_t run_all(const void *const *operations, int64_t count, const Step &step, 
             case LINEAR: run<T>(as<Linear>(op), step, team, following[i]); break;
             case ATTENTION: run<T>(as<Attention>(op), step, team, schedules[schedule_of[i]]); break;
             case CONVOLVE: run<T>(as<Convolve>(op), step, team); break;
-            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, longest_first); break;
+            case DELTA_RULE: run<T>(as<DeltaRule>(op), step, team, order); break;
             case GATED_NORM: run<T>(as<GatedNorm>(op), step, team); break;
             case SIGMOID_GATE: run<T>(as<SigmoidGate>(op), step, team); break;
             }
