@@ -25,7 +25,6 @@ from tenfold.engine.engine import Engine
 from tenfold.engine.profile import PAGE, TRACKS, Profile
 from tenfold.engine.service import EngineThread
 from tenfold.errors import TenfoldError
-from tenfold.units import format_bytes
 
 PHASES = {"queued", "prefill", "decode"}
 
@@ -227,9 +226,9 @@ def test_it_is_completed_when_the_interpreter_ends(tmp_path: Path) -> None:
     assert len(read(path)) == 1 + 2 * len(TRACKS)
 
 
-@pytest.mark.parametrize("limit", [20_000, 5 * PAGE, 5 * PAGE + 2])
+@pytest.mark.parametrize(("limit", "said"), [(20_000, "19.5 KiB"), (5 * PAGE, "20.0 KiB"), (5 * PAGE + 2, "20.0 KiB")])
 def test_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: int, said: str
 ) -> None:
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.002)
     path = tmp_path / "trace.json"
@@ -241,7 +240,7 @@ def test_the_limit(
     assert limit - 1000 < path.stat().st_size <= limit
     assert read(path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the profile {path} has reached its limit of {format_bytes(limit)} and ends"
+        f"the profile {path} has reached its limit of {said} and ends"
     ]
     assert not engine.profile._file._pending, "nothing piles up"
     assert engine.metrics.requests["cancelled"], "the engine went on"

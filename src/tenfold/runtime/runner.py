@@ -47,7 +47,6 @@ class TorchRunner:
         overlap: bool = False,
     ) -> None:
         self.model = model
-        self.spec = spec
         self.model_spec = model_spec
         self.memory = ArenaMemory(spec, model_spec, dtype, device)
         self.rows = Rows(spec, max_sequences, max_context, device)

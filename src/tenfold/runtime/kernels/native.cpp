@@ -523,9 +523,9 @@ inline const char *panel_at(const Linear &op, int64_t panel) {
     return static_cast<const char *>(op.weight) + panel * PANEL * op.inputs * halves[op.format] / 2;
 }
 
-// Asks for the bytes from `ahead + distance` on, as many as PANEL units have.
-inline void ask_ahead(const char *ahead, int64_t distance) {
-    for (int64_t b = 0; b < PANEL * 4; b += 64) __builtin_prefetch(ahead + distance + b, 0, 2);
+// Asks for as many bytes as PANEL units have.
+inline void ask_ahead(const char *ahead) {
+    for (int64_t b = 0; b < PANEL * 4; b += 64) __builtin_prefetch(ahead + b, 0, 2);
 }
 
 template <int M, class T> void multiply_tile(const Linear &op, int64_t row, int64_t panel, const char *ahead) {
@@ -536,7 +536,7 @@ template <int M, class T> void multiply_tile(const Linear &op, int64_t row, int6
     const int64_t stride = op.x.stride;
     Vec total[M][2] = {};
     for (const T *end = weight + PANEL * op.inputs; weight < end; weight += PANEL * unit<T>) {
-        if constexpr (M > 1) ask_ahead(ahead, 0);  // a row alone keeps memory busy as it is
+        if constexpr (M > 1) ask_ahead(ahead);  // a row alone keeps memory busy as it is
         ahead += PANEL * 4;
         for (int m = 0; m < M; m++) {
             const T *of_row = x[m / 3] + m % 3 * stride;
@@ -586,7 +586,7 @@ template <int M, class T, Format F> void multiply_bytes(const Linear &op, int64_
         auto add = [&](auto inputs) {
             for (int64_t k = g * GROUP; k < g * GROUP + inputs; k += WORD, weight += PANEL * 4) {
                 Quads q[2] = {quads(weight), quads(weight + LANES * 4)};
-                if constexpr (M > 1) ask_ahead(ahead, k * PANEL * 4 / WORD);
+                if constexpr (M > 1) ask_ahead(ahead + k * PANEL * 4 / WORD);
                 for (int m = 0; m < M; m++)
                     for (int v = 0; v < 2; v++) {
                         IntVec &sum = total[m][v];
@@ -767,10 +767,10 @@ template <class T> void prepare(const Attention &op, const Step &s, int64_t toke
                (h * (op.block_size / SUB_BLOCK) + offset / SUB_BLOCK) * SUB_BLOCK * dim;
     };
     // A key goes to as many lines as it has units: they come while queries are rotated.
-    int64_t line = op.key_scales ? 64 : 64 / sizeof(T);
+    int64_t element = op.key_scales ? 1 : sizeof(T);
     for (int64_t h = 0; h < op.kv_heads; h++)
-        for (int64_t i = 0; i < SUB_BLOCK * dim; i += line)
-            __builtin_prefetch(op.keys + (place_of(h) + i) * (op.key_scales ? 1 : int64_t(sizeof(T))), 1);
+        for (int64_t i = 0; i < SUB_BLOCK * dim * element; i += 64)
+            __builtin_prefetch(op.keys + place_of(h) * element + i, 1);
     for (int64_t h = 0; h < op.heads; h++) {
         T *query = op.query.row<T>(token) + h * op.query_head_stride;
         prepare_head(op, token, query, op.query_norm, query);
